@@ -1,0 +1,77 @@
+"""The contract of `_core`: what csrc offers and what the cdef classes hold."""
+
+from libc.stdint cimport int64_t, uint8_t, uint64_t
+
+
+cdef extern from "bits.h" nogil:
+    int64_t km_words(int64_t nbits)
+    bint km_get(const uint64_t *w, int64_t i)
+    void km_set(uint64_t *w, int64_t i)
+    void km_clear(uint64_t *w, int64_t i)
+    void km_fill(uint64_t *w, int64_t start, int64_t stop, bint value)
+    int64_t km_count(const uint64_t *w, int64_t nbits)
+    int64_t km_next(const uint64_t *w, int64_t start, int64_t stop, bint value)
+    int64_t km_prev(const uint64_t *w, int64_t start, int64_t stop, bint value)
+    uint64_t km_low_mask(int64_t n)
+    bint km_clean(const uint64_t *w, int64_t nbits)
+
+
+cdef extern from "rules.h" nogil:
+    ctypedef enum km_kind:
+        KM_FULL
+        KM_WINDOW
+        KM_CHUNKED
+        KM_STATE
+
+    ctypedef struct km_group:
+        km_kind kind
+        bint eagle
+        bint cacheable
+        int64_t block_size
+        int64_t span
+
+    ctypedef struct km_reach:
+        int64_t alignment
+        int64_t retention
+        int64_t *boundaries
+        int n_boundaries
+
+    int64_t KM_DENSE
+    int64_t km_ceil_div(int64_t a, int64_t b)
+    int64_t km_align_down(int64_t value, int64_t unit)
+    int km_replay_boundaries(int64_t num_prompt_tokens, int64_t alignment, bint eagle, int64_t *out)
+    bint km_reach_mask(const km_group *g, const km_reach *r, int64_t start, int64_t end, uint64_t *w)
+
+
+cdef extern from "search.h" nogil:
+    ctypedef struct km_presence:
+        const uint64_t *maybe
+        const uint64_t *known
+        int64_t nbits
+        int64_t stride
+
+    ctypedef struct km_need:
+        int64_t first
+        int64_t stop
+        int64_t stride
+
+    ctypedef struct km_set_state:
+        km_group group
+        km_presence presence
+        int64_t first
+        int64_t len
+        int64_t hit
+        bint has_need
+        km_need need
+
+    ctypedef struct km_search:
+        km_set_state *sets
+        int n_sets
+        int64_t hash_block
+        int64_t alignment
+        bint partial
+        bint collect
+
+    int64_t km_find_hit(km_search *s, int64_t max_length, bint eagle)
+    bint km_tail_boundary(const km_search *s, km_set_state *set, const km_presence *presence,
+                          int64_t hit, int64_t *boundary)

@@ -1,0 +1,23 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
+"""Compiled core of kvmask. Binding only: argument checks, cdef classes, buffers, nogil calls."""
+
+from libc.stdint cimport int64_t, uint8_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy
+
+from kvmask.errors import (
+    AlignmentError,
+    ArgumentError,
+    BlockIdError,
+    HashInputError,
+    KeyFormatError,
+    LayoutError,
+    PlanStateError,
+    StoreError,
+)
+
+include "binding/bitset.pxi"
+include "binding/digests.pxi"
+include "binding/keys.pxi"
+include "binding/coordinator.pxi"
+include "binding/lookup.pxi"

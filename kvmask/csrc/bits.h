@@ -1,0 +1,153 @@
+/* Bitsets: uint64 words, bit i is bit (i % 64) of word i / 64.
+ *
+ * Contract of every function here: bits at and past `nbits` are zero before and after the call,
+ * indices are in range (asserted, not checked: callers check user input), no function allocates.
+ * SPDX-License-Identifier: Apache-2.0
+ */
+#ifndef KVMASK_BITS_H
+#define KVMASK_BITS_H
+
+#include <assert.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+
+#define KM_WORD_BITS 64
+
+static inline int64_t km_words(int64_t nbits) {
+    return nbits / KM_WORD_BITS + (nbits % KM_WORD_BITS != 0);
+}
+
+/* Ones in bits [0, n) of a word, 0 <= n <= 64. */
+static inline uint64_t km_low_mask(int64_t n) {
+    assert(n >= 0 && n <= 64);
+    return n == 64 ? ~UINT64_C(0) : (UINT64_C(1) << n) - 1;
+}
+
+static inline bool km_get(const uint64_t *w, int64_t i) {
+    assert(i >= 0);
+    return (w[i >> 6] >> (i & 63)) & 1;
+}
+
+static inline void km_set(uint64_t *w, int64_t i) {
+    assert(i >= 0);
+    w[i >> 6] |= UINT64_C(1) << (i & 63);
+}
+
+static inline void km_clear(uint64_t *w, int64_t i) {
+    assert(i >= 0);
+    w[i >> 6] &= ~(UINT64_C(1) << (i & 63));
+}
+
+/* Equivalent to: mask[start:stop] = value. An empty or reversed range does nothing. */
+static inline void km_fill(uint64_t *w, int64_t start, int64_t stop, bool value) {
+    if (start >= stop)
+        return;
+    assert(start >= 0);
+    int64_t a = start >> 6, b = (stop - 1) >> 6;
+    uint64_t head = ~UINT64_C(0) << (start & 63);
+    uint64_t tail = km_low_mask(((stop - 1) & 63) + 1);
+    if (a == b) {
+        if (value)
+            w[a] |= head & tail;
+        else
+            w[a] &= ~(head & tail);
+        return;
+    }
+    if (value) {
+        w[a] |= head;
+        memset(w + a + 1, 0xff, (size_t)(b - a - 1) * sizeof(uint64_t));
+        w[b] |= tail;
+    } else {
+        w[a] &= ~head;
+        memset(w + a + 1, 0, (size_t)(b - a - 1) * sizeof(uint64_t));
+        w[b] &= ~tail;
+    }
+}
+
+/* Equivalent to: sum(mask). */
+static inline int64_t km_count(const uint64_t *w, int64_t nbits) {
+    int64_t total = 0;
+    for (int64_t i = 0, n = km_words(nbits); i < n; i++)
+        total += __builtin_popcountll(w[i]);
+    return total;
+}
+
+/* Smallest i in [start, stop) with mask[i] == value, or stop. */
+static inline int64_t km_next(const uint64_t *w, int64_t start, int64_t stop, bool value) {
+    if (start >= stop)
+        return stop;
+    assert(start >= 0);
+    uint64_t flip = value ? 0 : ~UINT64_C(0);
+    int64_t i = start >> 6, last = (stop - 1) >> 6;
+    uint64_t word = (w[i] ^ flip) & (~UINT64_C(0) << (start & 63));
+    while (word == 0) {
+        if (++i > last)
+            return stop;
+        word = w[i] ^ flip;
+    }
+    int64_t found = (i << 6) + __builtin_ctzll(word);
+    return found < stop ? found : stop;
+}
+
+/* Largest i in [start, stop) with mask[i] == value, or start - 1. */
+static inline int64_t km_prev(const uint64_t *w, int64_t start, int64_t stop, bool value) {
+    if (start >= stop)
+        return start - 1;
+    assert(start >= 0);
+    uint64_t flip = value ? 0 : ~UINT64_C(0);
+    int64_t first = start >> 6, i = (stop - 1) >> 6;
+    uint64_t word = (w[i] ^ flip) & km_low_mask(((stop - 1) & 63) + 1);
+    while (word == 0) {
+        if (--i < first)
+            return start - 1;
+        word = w[i] ^ flip;
+    }
+    int64_t found = (i << 6) + 63 - __builtin_clzll(word);
+    return found >= start ? found : start - 1;
+}
+
+/* Equivalent to: all(mask[start:stop]). */
+static inline bool km_all(const uint64_t *w, int64_t start, int64_t stop) {
+    return km_next(w, start, stop, false) >= stop;
+}
+
+static inline int64_t km_gcd(int64_t a, int64_t b) {
+    while (b) {
+        int64_t r = a % b;
+        a = b;
+        b = r;
+    }
+    return a;
+}
+
+/* Set bit i of [0, nbits) when (i + origin) % period lies in [low, period), for 0 <= low < period
+ * and origin >= 0. `w` must be zero. The pattern repeats every period / gcd(period, 64) words, so
+ * only that many are made bit by bit and the rest are copied. */
+static inline void km_fill_periodic(uint64_t *w, int64_t nbits, int64_t origin, int64_t period,
+                                    int64_t low) {
+    assert(period > 0 && low >= 0 && low < period && origin >= 0);
+    int64_t nwords = km_words(nbits);
+    int64_t cycle = period / km_gcd(period, KM_WORD_BITS);
+    int64_t made = cycle < nwords ? cycle : nwords;
+    int64_t made_bits = made * KM_WORD_BITS < nbits ? made * KM_WORD_BITS : nbits;
+    int64_t phase = origin % period;
+    for (int64_t base = -phase; base < made_bits; base += period) {
+        int64_t start = base + low, stop = base + period;
+        km_fill(w, start < 0 ? 0 : start, stop < made_bits ? stop : made_bits, true);
+    }
+    while (made < nwords) {
+        int64_t n = made < nwords - made ? made : nwords - made;
+        memcpy(w + made, w, (size_t)n * sizeof(uint64_t));
+        made += n;
+    }
+    if (nwords && nbits % KM_WORD_BITS)
+        w[nwords - 1] &= km_low_mask(nbits % KM_WORD_BITS);
+}
+
+/* True when bits past nbits in the last word are zero: the invariant that tests call check_mask. */
+static inline bool km_clean(const uint64_t *w, int64_t nbits) {
+    return nbits % KM_WORD_BITS == 0 || (w[nbits >> 6] & ~km_low_mask(nbits % KM_WORD_BITS)) == 0;
+}
+
+#endif

@@ -1,0 +1,60 @@
+"""Exception types of kvmask.
+
+Every message names the argument, the rule and the values, as in
+"`block_size` must be a multiple of `hash_block_size`, got 24 and 16".
+
+Argument errors are also `ValueError`; a broken size rule (something that must divide something
+else) is also an `AssertionError`, because that is what connector code written against vLLM expects.
+"""
+
+
+class KVMaskError(Exception):
+    """Base of every exception that kvmask raises on purpose."""
+
+
+class ArgumentError(KVMaskError, ValueError):
+    """An argument breaks a rule."""
+
+
+class AlignmentError(ArgumentError, AssertionError):
+    """Sizes or lengths that must divide each other do not."""
+
+
+class BlockIdError(ArgumentError):
+    """A block id lies outside the tensors, or names the null block."""
+
+
+class LayoutError(ArgumentError):
+    """Tensors, strides or regions that cannot be described safely."""
+
+
+class KeyFormatError(ArgumentError):
+    """Text that a key format cannot carry without ambiguity."""
+
+
+class HashInputError(ArgumentError):
+    """Token ids or extra keys that cannot be hashed exactly."""
+
+
+class PlanStateError(KVMaskError, RuntimeError):
+    """A plan is driven out of order."""
+
+
+class StoreError(KVMaskError, RuntimeError):
+    """The store answered in a way that breaks its contract, or refused to be set up.
+
+    Attributes:
+        code: The store's return code, or None when there was none.
+    """
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class MissingDependencyError(KVMaskError, ImportError):
+    """A package or system library that a feature needs is missing or does not load."""
+
+
+class KeyFormatWarning(UserWarning):
+    """A key in an engine's own format that other metadata could also produce."""

@@ -1,0 +1,58 @@
+"""Build of the one extension, `kvmask._core`.
+
+Environment knobs:
+    KVMASK_DEBUG=1      no optimisation, debug symbols, C asserts on
+    KVMASK_SANITIZE=1   AddressSanitizer and UndefinedBehaviorSanitizer
+    KVMASK_WERROR=1     compiler warnings are errors
+"""
+
+import os
+from pathlib import Path
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+
+def flag(name: str) -> bool:
+    return os.environ.get(name, "") not in ("", "0")
+
+
+HERE = Path(__file__).parent
+compile_args = ["-std=c11", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-function"]
+# Cython's own output is not warning-clean at -Wextra.
+compile_args += ["-Wno-unused-parameter", "-Wno-missing-field-initializers", "-Wno-sign-compare"]
+link_args: list[str] = []
+if flag("KVMASK_DEBUG"):
+    compile_args += ["-O0", "-g", "-UNDEBUG"]
+else:
+    compile_args += ["-O3"]
+if flag("KVMASK_SANITIZE"):
+    sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+    compile_args += [*sanitize, "-fno-omit-frame-pointer", "-g", "-UNDEBUG"]
+    link_args += sanitize
+if flag("KVMASK_WERROR"):
+    compile_args += ["-Werror"]
+
+# Cython sees only the .pyx; an edit of a header or of an included file must rebuild too.
+depends = [
+    *(str(p.relative_to(HERE)) for p in (HERE / "kvmask" / "csrc").glob("*.h")),
+    *(str(p.relative_to(HERE)) for p in (HERE / "kvmask" / "binding").glob("*.pxi")),
+    "kvmask/_core.pxd",
+]
+
+core = Extension(
+    "kvmask._core",
+    ["kvmask/_core.pyx"],
+    include_dirs=["kvmask/csrc"],
+    depends=depends,
+    extra_compile_args=compile_args,
+    extra_link_args=link_args,
+)
+
+setup(
+    ext_modules=cythonize(
+        [core],
+        compiler_directives={"language_level": "3", "embedsignature": True},
+        force=flag("KVMASK_DEBUG") or flag("KVMASK_SANITIZE"),
+    )
+)
