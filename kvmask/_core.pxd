@@ -33,7 +33,7 @@ cdef extern from "rules.h" nogil:
     ctypedef struct km_reach:
         int64_t alignment
         int64_t retention
-        int64_t *boundaries
+        int64_t boundaries[2]
         int n_boundaries
 
     int64_t KM_DENSE
@@ -75,3 +75,52 @@ cdef extern from "search.h" nogil:
     int64_t km_find_hit(km_search *s, int64_t max_length, bint eagle)
     bint km_tail_boundary(const km_search *s, km_set_state *set, const km_presence *presence,
                           int64_t hit, int64_t *boundary)
+
+
+cdef class Bitset:
+    cdef uint64_t *words  # km_words(n) words, at least one; bits at and past n are zero
+    cdef int64_t n
+    cdef Py_ssize_t shape[1]
+    cdef Py_ssize_t exports
+    cdef void copy_range(self, Bitset out, int64_t start) noexcept
+    cdef Bitset combined(self, other, bint both)
+
+
+cdef class BlockHashes:
+    # Flat: `view` holds a contiguous buffer of `n` digests of `size` bytes at `data`.
+    # List: `items` holds the bytes objects and `size` is 0.
+    cdef Py_buffer view
+    cdef bint has_view
+    cdef const unsigned char *data
+    cdef list items
+    cdef Py_ssize_t size
+    cdef readonly Py_ssize_t n
+    cdef const unsigned char *at(self, Py_ssize_t i, Py_ssize_t *size) except NULL
+
+
+cdef class KeyBuilder:
+    cdef readonly str prefix
+    cdef readonly str suffix
+    cdef bytes head
+    cdef bytes tail
+    cdef bint ascii
+    cdef object build(self, const unsigned char *digest, Py_ssize_t size)
+
+
+cdef class CoordinatorCore:
+    cdef km_group *groups
+    cdef int *set_of  # per group; -1 when it is not cacheable
+    cdef int *leaders  # per set: its first group
+    cdef int *members  # per set: how many groups
+    cdef int n_groups
+    cdef int n_sets
+    cdef readonly int64_t hash_block
+    cdef readonly int64_t alignment
+    cdef int64_t retention
+    cdef readonly bint partial
+    cdef readonly bint any_eagle
+    cdef int64_t unit(self) noexcept
+    cdef int64_t stride(self, int group) noexcept
+    cdef void prepare(self, km_search *s, km_set_state *sets, bint collect) noexcept
+    cdef tuple group_masks(self, km_set_state *sets)
+    cdef list joint_presence(self, tuple present)

@@ -3,7 +3,7 @@
 
 from libc.stdint cimport int64_t, uint8_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memcpy
+from libc.string cimport memcmp, memcpy, memset
 
 from kvmask.errors import (
     AlignmentError,
@@ -20,4 +20,3 @@ include "binding/bitset.pxi"
 include "binding/digests.pxi"
 include "binding/keys.pxi"
 include "binding/coordinator.pxi"
-include "binding/lookup.pxi"

@@ -1,0 +1,212 @@
+# CoordinatorCore: masks and hit search over all KV cache groups of an engine.
+
+# Token counts above this are refused: no context is that long, and sizes stay far from overflow.
+MAX_TOKENS = 1 << 32
+MAX_SETS = 64
+cdef int64_t c_max_tokens = MAX_TOKENS
+
+cdef dict _KINDS = {"full": KM_FULL, "window": KM_WINDOW, "chunked": KM_CHUNKED, "state": KM_STATE}
+
+
+cdef class CoordinatorCore:
+    """Arithmetic of kvmask.Coordinator; the facade checks the configuration.
+
+    Args:
+        groups: One (kind, block_size, span, eagle, cacheable, set_index) per group. Groups of one
+            set have equal specs; sets are numbered in search order, full attention first; groups
+            that are not cacheable have set_index -1.
+        hash_block: Tokens per hash block.
+        alignment: Common multiple of the cacheable groups' block sizes.
+        retention: Tokens, or None.
+        partial: Hits may end at any hash block.
+    """
+
+    def __cinit__(self, groups, hash_block, alignment, retention, partial):
+        cdef Py_ssize_t i
+        cdef int64_t index
+        cdef list rows = list(groups)
+        self.groups = <km_group *>calloc(len(rows) or 1, sizeof(km_group))
+        self.set_of = <int *>calloc(len(rows) or 1, sizeof(int))
+        self.leaders = <int *>calloc(MAX_SETS, sizeof(int))
+        self.members = <int *>calloc(MAX_SETS, sizeof(int))
+        if not (self.groups and self.set_of and self.leaders and self.members):
+            raise MemoryError("no memory for the groups")
+        self.n_groups = len(rows)
+        self.hash_block = as_int64(hash_block, "hash_block", 1, c_max_tokens)
+        self.alignment = as_int64(alignment, "alignment", 1, c_max_tokens)
+        self.retention = KM_DENSE
+        if retention is not None:
+            self.retention = as_int64(retention, "retention", 0, c_max_tokens)
+        self.partial = bool(partial)
+        for i in range(self.n_groups):
+            kind, block_size, span, eagle, cacheable, set_index = rows[i]
+            self.groups[i].kind = _KINDS[kind]
+            self.groups[i].block_size = as_int64(block_size, "block_size", 1, c_max_tokens)
+            self.groups[i].span = as_int64(span, "span", 0, c_max_tokens)
+            self.groups[i].eagle = bool(eagle)
+            self.groups[i].cacheable = bool(cacheable)
+            index = as_int64(set_index, "set_index", -1, MAX_SETS - 1)
+            self.set_of[i] = index
+            if not cacheable:
+                continue
+            if self.members[index] == 0:
+                self.leaders[index] = i
+            self.members[index] += 1
+            if index >= self.n_sets:
+                self.n_sets = index + 1
+            if eagle:
+                self.any_eagle = True
+
+    def __dealloc__(self):
+        free(self.groups)
+        free(self.set_of)
+        free(self.leaders)
+        free(self.members)
+
+    cdef int64_t unit(self) noexcept:
+        """What hits are multiples of."""
+        return self.hash_block if self.partial else self.alignment
+
+    cdef int64_t stride(self, int group) noexcept:
+        """Bits per block in a presence bitset."""
+        return self.groups[group].block_size // self.hash_block if self.partial else 1
+
+    cdef void prepare(self, km_search *s, km_set_state *sets, bint collect) noexcept:
+        cdef int i
+        memset(sets, 0, self.n_sets * sizeof(km_set_state))
+        s.sets = sets
+        s.n_sets = self.n_sets
+        s.hash_block = self.hash_block
+        s.alignment = self.alignment
+        s.partial = self.partial
+        s.collect = collect
+        for i in range(self.n_sets):
+            sets[i].group = self.groups[self.leaders[i]]
+            sets[i].presence.stride = self.stride(self.leaders[i])
+
+    cdef tuple group_masks(self, km_set_state *sets):
+        cdef list masks = []
+        cdef int i
+        for i in range(self.n_groups):
+            if self.set_of[i] < 0:
+                masks.append(new_bitset(0))
+            else:
+                masks.append(run_bitset(sets[self.set_of[i]].len, sets[self.set_of[i]].first))
+        return tuple(masks)
+
+    def reach_masks(self, num_tokens, start_token, num_prompt_tokens, dense, states):
+        """Masks of every group over the blocks from start_token on; None means all true."""
+        cdef int64_t length = as_int64(num_tokens, "num_tokens", 0, c_max_tokens)
+        cdef int64_t skip = as_int64(start_token, "start_token", 0, c_max_tokens)
+        cdef km_reach reach
+        cdef int64_t boundaries[2]
+        cdef int64_t end, start
+        cdef int i
+        cdef bint sparse
+        cdef list masks = []
+        cdef Bitset mask
+        if length % self.unit():
+            raise AlignmentError(
+                f"`num_tokens` must be a multiple of the alignment, got {length} and {self.unit()}"
+            )
+        reach.alignment = self.alignment
+        reach.retention = KM_DENSE if dense else self.retention
+        reach.n_boundaries = 0
+        if num_prompt_tokens is not None:
+            reach.n_boundaries = km_replay_boundaries(
+                as_int64(num_prompt_tokens, "num_prompt_tokens", 1, c_max_tokens),
+                self.alignment, self.any_eagle, boundaries,
+            )
+            for i in range(reach.n_boundaries):
+                reach.boundaries[i] = boundaries[i]
+        for i in range(self.n_groups):
+            end = length // self.groups[i].block_size
+            start = km_ceil_div(skip, self.groups[i].block_size)
+            if start > end:
+                start = end
+            if not self.groups[i].cacheable or (not states and self.groups[i].kind == KM_STATE):
+                masks.append(new_bitset(end - start))
+                continue
+            if self.groups[i].kind != KM_WINDOW and self.groups[i].kind != KM_STATE:
+                masks.append(None)
+                continue
+            mask = new_bitset(end - start)
+            if mask.n >= c_gil_min_bits:
+                with nogil:
+                    sparse = km_reach_mask(&self.groups[i], &reach, start, end, mask.words)
+            else:
+                sparse = km_reach_mask(&self.groups[i], &reach, start, end, mask.words)
+            masks.append(mask if sparse else None)
+        return tuple(masks)
+
+    def load_masks(self, num_tokens):
+        """What each group would fill at a hit of num_tokens, everything being present."""
+        cdef int64_t length = as_int64(num_tokens, "num_tokens", 0, c_max_tokens)
+        cdef km_set_state sets[64]
+        cdef km_search search
+        cdef int i
+        self.prepare(&search, sets, False)
+        for i in range(self.n_sets):
+            sets[i].presence.nbits = length // (
+                self.hash_block if self.partial else sets[i].group.block_size
+            )
+        km_find_hit(&search, length, False)
+        return self.group_masks(sets)
+
+    cdef list joint_presence(self, tuple present):
+        """One bitset per set: the and of its groups, as long as the shortest."""
+        cdef list joint = [None] * self.n_sets
+        cdef Bitset bits, other
+        cdef int i, k
+        cdef int64_t n
+        for i in range(self.n_groups):
+            k = self.set_of[i]
+            if k < 0:
+                continue
+            bits = <Bitset>present[i]
+            if joint[k] is not None:
+                other = <Bitset>joint[k]
+                n = min(bits.n, other.n)
+                bits = bits[:n] & other[:n]
+            joint[k] = bits
+        return joint
+
+    def find_hit(self, present, max_length, eagle=True):
+        """Length, masks and tail boundaries of the longest hit; see Coordinator.find_hit."""
+        cdef int64_t limit = as_int64(max_length, "max_length", 0, c_max_tokens)
+        cdef int64_t hit, boundary, bits = 0
+        cdef bint drop = bool(eagle)
+        cdef km_set_state sets[64]
+        cdef km_search search
+        cdef km_presence own
+        cdef int i
+        cdef list given = list(present), joint, tails = []
+        cdef Bitset words
+        if len(given) != self.n_groups:
+            raise ArgumentError(
+                f"`present` must hold one bitset per group, got {len(given)} and {self.n_groups}"
+            )
+        for i in range(self.n_groups):
+            given[i] = Bitset.from_bools(given[i]) if self.set_of[i] >= 0 else None
+        joint = self.joint_presence(tuple(given))
+        self.prepare(&search, sets, False)
+        for i in range(self.n_sets):
+            words = <Bitset>joint[i]
+            sets[i].presence.maybe = words.words
+            sets[i].presence.nbits = words.n
+            bits += words.n
+        if bits >= c_gil_min_bits:
+            with nogil:
+                hit = km_find_hit(&search, limit, drop)
+        else:
+            hit = km_find_hit(&search, limit, drop)
+        for i in range(self.n_groups):
+            boundary = 0
+            if self.set_of[i] >= 0:
+                words = <Bitset>given[i]
+                own = sets[self.set_of[i]].presence
+                own.maybe = words.words
+                own.nbits = words.n
+                km_tail_boundary(&search, &sets[self.set_of[i]], &own, hit, &boundary)
+            tails.append(boundary)
+        return hit, self.group_masks(sets), tuple(tails)

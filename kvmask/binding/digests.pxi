@@ -1,0 +1,182 @@
+# BlockHashes: one chained digest per hash block, over a flat buffer or a list of bytes.
+
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_Check, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE, PyList_New, PyList_SET_ITEM
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_INCREF
+
+MAX_DIGEST_BYTES = 4096
+
+
+cdef class BlockHashes:
+    """Read-only sequence of block digests, without copying them.
+
+    Digest ``i`` names the prefix that ends with hash block ``i``.
+
+    Args:
+        buffer: Any contiguous buffer of ``n * digest_size`` bytes. It is kept, not copied: the
+            owner must not change it while the hashes are in use.
+        digest_size: Bytes per digest, from 1 to ``MAX_DIGEST_BYTES``.
+
+    Raises:
+        ArgumentError: The buffer's length is no multiple of ``digest_size``.
+
+    >>> h = BlockHashes(bytes(range(8)), 4)
+    >>> len(h), h[1].hex()
+    (2, '04050607')
+    """
+
+    def __cinit__(self, buffer=None, digest_size=0):
+        cdef Py_ssize_t size
+        self.data = NULL
+        if buffer is None:
+            return
+        size = as_int64(digest_size, "digest_size", 1, MAX_DIGEST_BYTES)
+        PyObject_GetBuffer(buffer, &self.view, PyBUF_SIMPLE)
+        self.has_view = True
+        if self.view.len % size:
+            raise AlignmentError(
+                "the length of `buffer` must be a multiple of `digest_size`, "
+                f"got {self.view.len} and {size}"
+            )
+        self.data = <const unsigned char *>self.view.buf
+        self.size = size
+        self.n = self.view.len // size
+
+    def __init__(self, buffer, digest_size):
+        pass
+
+    def __dealloc__(self):
+        if self.has_view:
+            PyBuffer_Release(&self.view)
+
+    @classmethod
+    def from_list(cls, digests):
+        """A view over a list of digests, which may have unequal lengths.
+
+        A list is kept, not copied: digests appended later are not seen, and none may be removed or
+        replaced while the view is in use.
+
+        Args:
+            digests: Sequence of bytes (other buffers are copied).
+
+        Raises:
+            HashInputError: An item is no buffer or is empty.
+
+        >>> BlockHashes.from_list([b"ab", b"c"])[1]
+        b'c'
+        """
+        cdef BlockHashes self
+        cdef list items
+        cdef Py_ssize_t i
+        cdef bint plain = type(digests) is list
+        if isinstance(digests, BlockHashes):
+            return digests
+        items = digests if plain else list(digests)
+        for i in range(len(items)):
+            if type(items[i]) is not bytes:
+                if plain:
+                    items = list(items)
+                    plain = False
+                try:
+                    items[i] = bytes(memoryview(items[i]))
+                except TypeError:
+                    raise HashInputError(
+                        "`digests` must hold bytes-like objects, "
+                        f"got {type(items[i]).__name__} at index {i}"
+                    ) from None
+            if not 0 < PyBytes_GET_SIZE(items[i]) <= MAX_DIGEST_BYTES:
+                raise HashInputError(
+                    f"a digest must have from 1 to {MAX_DIGEST_BYTES} bytes, "
+                    f"got {len(items[i])} at index {i}"
+                )
+        self = BlockHashes.__new__(BlockHashes)
+        self.items = items
+        self.n = len(items)
+        return self
+
+    cdef const unsigned char *at(self, Py_ssize_t i, Py_ssize_t *size) except NULL:
+        cdef PyObject *item
+        if self.items is None:
+            size[0] = self.size
+            return self.data + i * self.size
+        if i >= PyList_GET_SIZE(self.items):
+            raise HashInputError(
+                f"the list of digests must not shrink while it is in use, "
+                f"got {len(self.items)} of {self.n}"
+            )
+        item = PyList_GET_ITEM(self.items, i)
+        if not PyBytes_Check(<object>item):
+            raise HashInputError(
+                "the list of digests must not change while it is in use, "
+                f"got {type(<object>item).__name__} at index {i}"
+            )
+        size[0] = PyBytes_GET_SIZE(<object>item)
+        return <const unsigned char *>PyBytes_AS_STRING(<object>item)
+
+    @property
+    def digest_size(self):
+        """Bytes per digest; None when the digests came as a list."""
+        return self.size or None
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, key):
+        cdef Py_ssize_t i, size
+        cdef const unsigned char *data
+        if isinstance(key, slice):
+            return [self[j] for j in range(*key.indices(self.n))]
+        try:
+            i = key.__index__()
+        except AttributeError:
+            raise TypeError(
+                f"an index must be an integer or a slice, got {type(key).__name__}"
+            ) from None
+        except OverflowError:
+            i = self.n
+        if i < 0:
+            i += self.n
+        if not 0 <= i < self.n:
+            raise IndexError(f"index {key} out of range for {self.n} digests")
+        data = self.at(i, &size)
+        return PyBytes_FromStringAndSize(<const char *>data, size)
+
+    def __iter__(self):
+        for i in range(self.n):
+            yield self[i]
+
+    def __eq__(self, other):
+        if isinstance(other, (str, bytes)) or not isinstance(other, (_Sequence, BlockHashes)):
+            return NotImplemented
+        if len(other) != self.n:
+            return False
+        return all(a == b for a, b in zip(self, other))
+
+    __hash__ = None
+
+    def tobytes(self):
+        """All digests, one after the other."""
+        if self.items is not None:
+            return b"".join(self)
+        return PyBytes_FromStringAndSize(<const char *>self.data, self.n * self.size)
+
+    def __reduce__(self):
+        if self.items is not None:
+            return BlockHashes.from_list, (list(self),)
+        return BlockHashes, (self.tobytes(), self.size)
+
+    def __repr__(self):
+        kind = f"{self.size} bytes each" if self.size else "from a list"
+        return f"<BlockHashes: {self.n} digests, {kind}>"
+
+
+_Sequence.register(BlockHashes)
+
+
+cdef BlockHashes as_hashes(object hashes):
+    """BlockHashes as they are, any sequence of bytes through from_list."""
+    if isinstance(hashes, BlockHashes):
+        return <BlockHashes>hashes
+    return BlockHashes.from_list(hashes)

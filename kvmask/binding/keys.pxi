@@ -1,0 +1,113 @@
+# Store keys: prefix + hex digest + suffix, written straight into new str objects.
+
+
+cdef extern from "Python.h":
+    object PyUnicode_New(Py_ssize_t size, Py_UCS4 maxchar)
+    void *PyUnicode_1BYTE_DATA(object text)
+
+
+cdef extern from "hex.h" nogil:
+    void km_hex(const unsigned char *data, int64_t n, char *out)
+
+
+cdef class KeyBuilder:
+    """Keys of one namespace: ``prefix`` + lower-case hex of a digest + ``suffix``.
+
+    Args:
+        prefix: Text before the digest, its separator included.
+        suffix: Text after it.
+    """
+
+    def __cinit__(self, str prefix not None, str suffix not None=""):
+        self.prefix = prefix
+        self.suffix = suffix
+        self.ascii = prefix.isascii() and suffix.isascii()
+        self.head = prefix.encode("ascii") if self.ascii else b""
+        self.tail = suffix.encode("ascii") if self.ascii else b""
+
+    def __reduce__(self):
+        return KeyBuilder, (self.prefix, self.suffix)
+
+    cdef object build(self, const unsigned char *digest, Py_ssize_t size):
+        cdef Py_ssize_t head, tail
+        cdef object key
+        cdef char *out
+        if not self.ascii:
+            return self.prefix + digest[:size].hex() + self.suffix
+        head = PyBytes_GET_SIZE(self.head)
+        tail = PyBytes_GET_SIZE(self.tail)
+        # The string is written before anyone else sees it.
+        key = PyUnicode_New(head + 2 * size + tail, 127)
+        out = <char *>PyUnicode_1BYTE_DATA(key)
+        memcpy(out, PyBytes_AS_STRING(self.head), head)
+        km_hex(digest, size, out + head)
+        if tail:
+            memcpy(out + head + 2 * size, PyBytes_AS_STRING(self.tail), tail)
+        return key
+
+
+cdef tuple as_builders(object builders):
+    cdef tuple out = tuple(builders)
+    for item in out:
+        if not isinstance(item, KeyBuilder):
+            raise TypeError(f"`builders` must hold KeyBuilder objects, got {type(item).__name__}")
+    return out
+
+
+def build_keys(builders, hashes, mask=None, start=0, scale=1):
+    """Keys of the blocks from ``start`` on, in block order, each block's namespaces together.
+
+    Block ``i`` is named by digest ``(i + 1) * scale - 1``; digests that do not fill a block are
+    left out.
+
+    Args:
+        builders: One KeyBuilder per namespace.
+        hashes: BlockHashes, or a sequence of bytes.
+        mask: Bitset or sequence of bool over the blocks from ``start`` on; None means all.
+        start: First block.
+        scale: Hash blocks per block.
+
+    Returns:
+        list of str.
+
+    Raises:
+        ArgumentError: The mask reaches past the digests, or a number is out of range.
+    """
+    cdef tuple names = as_builders(builders)
+    cdef BlockHashes digests = as_hashes(hashes)
+    cdef int64_t first = as_int64(start, "start", 0, c_max_bits)
+    cdef int64_t per_block = as_int64(scale, "scale", 1, c_max_bits)
+    cdef int64_t blocks = digests.n // per_block - first
+    cdef int64_t i, position = 0, count
+    cdef Py_ssize_t size, j
+    cdef const unsigned char *data
+    cdef Bitset bits = None
+    cdef list keys
+    if blocks < 0:
+        blocks = 0
+    if mask is not None:
+        bits = Bitset.from_bools(mask)
+        if bits.n > blocks:
+            raise ArgumentError(
+                "`mask` must not be longer than the blocks from `start` on, "
+                f"got {bits.n} and {blocks}"
+            )
+        blocks = bits.n
+        count = km_count(bits.words, bits.n)
+    else:
+        count = blocks
+    keys = PyList_New(count * len(names))
+    i = 0
+    while i < blocks:
+        if bits is not None:
+            i = km_next(bits.words, i, blocks, True)
+            if i >= blocks:
+                break
+        data = digests.at((first + i + 1) * per_block - 1, &size)
+        for j in range(len(names)):
+            key = (<KeyBuilder>names[j]).build(data, size)
+            Py_INCREF(key)
+            PyList_SET_ITEM(keys, position, key)
+            position += 1
+        i += 1
+    return keys

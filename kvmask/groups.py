@@ -1,0 +1,121 @@
+"""What a KV cache group is: layers that share one block table and one attention kind.
+
+All sizes are in tokens. Groups are plain values: equal ones (the ``eagle`` flag aside) are searched
+as one set, and when one of a set is flagged for EAGLE all are, as in vLLM. ``spec`` keeps apart
+groups whose rules agree but whose tensors differ (head size, dtype): any hashable value will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from kvmask.errors import ArgumentError
+
+
+def check_count(value: int, name: str, low: int = 1) -> None:
+    """Refuse anything but an int of at least ``low``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"`{name}` must be an integer, got {type(value).__name__}")
+    if value < low:
+        raise ArgumentError(f"`{name}` must be at least {low}, got {value}")
+
+
+@dataclass(frozen=True)
+class FullAttention:
+    """Every token attends to the whole prefix: a hit needs every block from the start.
+
+    Args:
+        block_size: Tokens per block-table entry (under decode context parallelism, the effective
+            number).
+        prefix_cacheable: False for per-request scratch: the group keeps its index and takes no
+            part in masks, keys and hits.
+        eagle: The last matched block is dropped and recomputed for the drafter.
+        spec: Keeps groups with equal rules and different tensors apart.
+
+    >>> FullAttention(block_size=256).block_size
+    256
+    """
+
+    block_size: int
+    prefix_cacheable: bool = True
+    eagle: bool = False
+    spec: Hashable = None
+
+    def __post_init__(self) -> None:
+        check_count(self.block_size, "block_size")
+
+
+@dataclass(frozen=True)
+class SlidingWindow:
+    """A token attends to the last ``window`` tokens: a hit needs the blocks below its end.
+
+    Args:
+        block_size: Tokens per block.
+        window: Tokens a token attends to, itself included.
+        prefix_cacheable: See FullAttention.
+        eagle: See FullAttention.
+        extra_retained_tokens: Further tokens below the window that a hit must restore (vLLM 0.33:
+            the tail that multi-module drafters compute again).
+        spec: See FullAttention.
+    """
+
+    block_size: int
+    window: int
+    prefix_cacheable: bool = True
+    eagle: bool = False
+    extra_retained_tokens: int = 0
+    spec: Hashable = None
+
+    def __post_init__(self) -> None:
+        check_count(self.block_size, "block_size")
+        check_count(self.window, "window")
+        check_count(self.extra_retained_tokens, "extra_retained_tokens", 0)
+
+
+@dataclass(frozen=True)
+class ChunkedLocal:
+    """Tokens attend within their chunk: blocks before the current chunk count as present.
+
+    Args:
+        block_size: Tokens per block.
+        chunk_size: Tokens per attention chunk.
+        prefix_cacheable: See FullAttention.
+        eagle: Not supported (nor is it in vLLM): refused when True.
+        spec: See FullAttention.
+    """
+
+    block_size: int
+    chunk_size: int
+    prefix_cacheable: bool = True
+    eagle: bool = False
+    spec: Hashable = None
+
+    def __post_init__(self) -> None:
+        check_count(self.block_size, "block_size")
+        check_count(self.chunk_size, "chunk_size")
+        if self.eagle:
+            raise ArgumentError("`eagle` must be False for ChunkedLocal, got True")
+
+
+@dataclass(frozen=True)
+class Mamba:
+    """State layers (align mode): a hit needs the one state that ends at its boundary.
+
+    Args:
+        block_size: Tokens between two states.
+        prefix_cacheable: See FullAttention.
+        eagle: Accepted and without effect on hits: a state is never dropped for a drafter.
+        spec: See FullAttention.
+    """
+
+    block_size: int
+    prefix_cacheable: bool = True
+    eagle: bool = False
+    spec: Hashable = None
+
+    def __post_init__(self) -> None:
+        check_count(self.block_size, "block_size")
+
+
+Group = FullAttention | SlidingWindow | ChunkedLocal | Mamba
