@@ -124,3 +124,42 @@ cdef class CoordinatorCore:
     cdef void prepare(self, km_search *s, km_set_state *sets, bint collect) noexcept
     cdef tuple group_masks(self, km_set_state *sets)
     cdef list joint_presence(self, tuple present)
+
+
+cdef class LookupCore:
+    cdef CoordinatorCore coord
+    cdef BlockHashes hashes
+    cdef list builders  # per group a tuple of KeyBuilder
+    cdef int64_t num_tokens
+    cdef int64_t local_tokens
+    cdef int64_t token_len
+    cdef int64_t limit
+    cdef bint staged
+    cdef int64_t batch
+    cdef int64_t growth
+    cdef int64_t width
+    cdef list maybe  # per group; None when it is not cacheable
+    cdef list known
+    cdef list set_maybe  # per set
+    cdef list set_known
+    cdef list pending_groups  # (group, bits asked)
+    cdef int64_t expected
+    cdef int64_t hit  # -1 while undecided
+    cdef bint no_masks
+    cdef tuple masks
+    cdef list tails
+    cdef readonly int64_t asked
+    cdef readonly int64_t probes
+    cdef readonly int64_t present
+    cdef readonly int64_t candidates  # keys that `exact` asks
+    cdef void finish_empty(self) noexcept
+    cdef start_presence(self)
+    cdef void prepare(self, km_search *search, km_set_state *sets, bint collect) noexcept
+    cdef int first_need(self, km_set_state *sets) noexcept
+    cdef bint decide(self, km_search *search, km_set_state *sets, int *set_index,
+                     km_need *need) except -1
+    cdef int64_t ask(self, int set_index, int64_t first, int64_t stop, int64_t stride,
+                     int64_t most, list asked) except -1
+    cdef list choose(self, km_search *search, km_set_state *sets, int set_index, km_need need)
+    cdef add_keys(self, int group, Bitset bits, list keys)
+    cdef join_sets(self)

@@ -209,7 +209,7 @@ class StrictKeys(KeySchema):
         KeyFormatError: The model name is empty, or a text is not valid Unicode.
 
     >>> StrictKeys(model="org/m@1", facts={"dtype": "bf16"}).prefix
-    'kvm1@org/m%401@@@44290f3d0e98ef02@tp0@pcp0@dcp0@pp0@g0'
+    'kvm1@org/m%401@@@fe424e154544e8a4@tp0@pcp0@dcp0@pp0@g0'
     """
 
     model: str

@@ -1,0 +1,83 @@
+# Which blocks of a block table a save or load touches, and the store's answers about them.
+
+from cpython.long cimport PyLong_AsLongLong
+
+
+def plan_blocks(mask, n_blocks, start, block_ids, step=1, phase=0, null_block=None):
+    """Blocks from ``start`` on that have a mask bit, an entry of the block table and a turn.
+
+    Args:
+        mask: Bitset over the blocks from start on; None means all.
+        n_blocks: Exclusive end of the blocks.
+        start: First block.
+        block_ids: The group's block table, a list of int.
+        step: Blocks ``i`` with ``i % step == phase`` are this rank's.
+        phase: See step.
+        null_block: Table entries with this id hold no data; None when there are none.
+
+    Returns:
+        (Bitset over the blocks from start on, their block ids as a list).
+    """
+    cdef int64_t begin = as_int64(start, "start", 0, c_max_bits)
+    cdef int64_t end = as_int64(n_blocks, "n_blocks", 0, c_max_bits)
+    cdef int64_t turns = as_int64(step, "step", 1, c_max_bits)
+    cdef int64_t turn = as_int64(phase, "phase", 0, turns - 1)
+    cdef int64_t null = -1
+    cdef int64_t i, n, block
+    cdef list table = block_ids if type(block_ids) is list else list(block_ids)
+    cdef list ids = []
+    cdef Bitset bits = None, planned
+    if null_block is not None:
+        null = as_int64(null_block, "null_block", 0, c_max_bits)
+    if end > len(table):
+        end = len(table)
+    n = end - begin if end > begin else 0
+    if mask is not None:
+        bits = Bitset.from_bools(mask)
+        if bits.n < n:
+            n = bits.n
+    planned = new_bitset(n)
+    for i in range(n):
+        if bits is not None and not km_get(bits.words, i):
+            continue
+        block = begin + i
+        if turns > 1 and block % turns != turn:
+            continue
+        entry = table[block]
+        if null >= 0 and PyLong_AsLongLong(entry) == null:
+            continue
+        km_set(planned.words, i)
+        ids.append(entry)
+    return planned, ids
+
+
+def pick_missing(list keys not None, answers, start, stop):
+    """Keys in ``[start, stop)`` that the store does not answer with 1.
+
+    Args:
+        keys: All keys that were asked.
+        answers: One integer per key.
+        start: First key.
+        stop: End.
+
+    Returns:
+        (keys, positions counted from start).
+
+    Raises:
+        StoreError: There is not one integer per key.
+    """
+    cdef list given = answers if type(answers) is list else list(answers)
+    cdef Py_ssize_t i
+    cdef Py_ssize_t first = as_int64(start, "start", 0, len(keys))
+    cdef Py_ssize_t end = as_int64(stop, "stop", first, len(keys))
+    cdef list missing = [], positions = []
+    if len(given) != len(keys):
+        raise StoreError(
+            f"the store must answer every key, got {len(given)} answers to {len(keys)} keys"
+        )
+    check_answers(given)
+    for i in range(first, end):
+        if given[i] is not _ONE and given[i] != 1:
+            missing.append(keys[i])
+            positions.append(i - first)
+    return missing, positions

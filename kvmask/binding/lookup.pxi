@@ -1,0 +1,323 @@
+# LookupCore: the state machine of a lookup. It knows which blocks are present, absent or not asked,
+# says which keys to ask next, and stops as soon as the one hit search needs no further answer.
+
+cdef class LookupCore:
+    """What kvmask.LookupPlan drives; see there for the meaning of the arguments.
+
+    Args:
+        coord: CoordinatorCore.
+        builders: Per group a sequence of KeyBuilder, one per rank namespace that must hold a block.
+        hashes: BlockHashes or sequence of bytes, one digest per hash block.
+        num_tokens: Tokens of the request.
+        local_tokens: Tokens that the engine already holds.
+        staged: False asks everything that could matter in one call.
+        first_batch: Blocks of a full-attention group to ask for in the first call.
+        growth: Factor between one batch and the next.
+    """
+
+    def __cinit__(self, CoordinatorCore coord not None, builders, hashes, num_tokens,
+                  local_tokens=0, staged=True, first_batch=512, growth=4):
+        cdef int64_t n_hashes
+        cdef list names = [as_builders(b) for b in builders]
+        self.coord = coord
+        self.hashes = as_hashes(hashes)
+        self.num_tokens = as_int64(num_tokens, "num_tokens", 0, c_max_tokens)
+        self.local_tokens = as_int64(local_tokens, "local_tokens", 0, c_max_tokens)
+        self.staged = bool(staged)
+        self.batch = as_int64(first_batch, "first_batch", 1, c_max_bits)
+        self.growth = as_int64(growth, "growth", 1, c_max_bits)
+        self.width = 1
+        if len(names) != coord.n_groups:
+            raise ArgumentError(
+                f"`schemas` must hold one entry per group, got {len(names)} and {coord.n_groups}"
+            )
+        for i in range(coord.n_groups):
+            if coord.set_of[i] >= 0 and not names[i]:
+                raise ArgumentError(f"`schemas` must name a namespace for every group, got none "
+                                    f"for group {i}")
+        self.builders = names
+        self.pending_groups = []
+        self.token_len = km_align_down(self.num_tokens, coord.unit())
+        self.hit = -1
+        self.tails = [0] * coord.n_groups
+        if self.token_len <= 0 or self.hashes.n == 0:
+            self.finish_empty()
+            return
+        # Without EAGLE and partial hits every finder returns the longest length that is valid for
+        # its group alone, so a full hit searched again equals a search that is capped at once.
+        self.limit = self.token_len
+        if not coord.partial and not coord.any_eagle and self.token_len == self.num_tokens:
+            self.limit = km_align_down(self.num_tokens - 1, coord.unit())
+            if self.limit <= 0 and self.staged:
+                self.finish_empty()
+                return
+        self.start_presence()
+
+    cdef void finish_empty(self) noexcept:
+        self.hit = 0
+        self.no_masks = True
+
+    cdef start_presence(self):
+        """Blocks outside the lookup mask are absent, all others unknown."""
+        cdef CoordinatorCore coord = self.coord
+        cdef int64_t n, held, s
+        cdef int i
+        cdef Bitset maybe, known
+        cdef tuple masks = None
+        if not coord.partial:
+            masks = coord.reach_masks(self.token_len, 0, None, True, True)
+        self.maybe = []
+        self.known = []
+        for i in range(coord.n_groups):
+            if coord.set_of[i] < 0:
+                self.maybe.append(None)
+                self.known.append(None)
+                continue
+            s = coord.groups[i].block_size // coord.hash_block
+            if coord.partial:
+                n = min(self.hashes.n, self.token_len // coord.hash_block)
+            else:
+                n = min(self.hashes.n // s, self.token_len // coord.groups[i].block_size)
+            if masks is None or masks[i] is None:
+                maybe = ones_bitset(n)
+                known = new_bitset(n)
+                self.candidates += n * len(self.builders[i])
+            else:
+                maybe = masks[i]
+                if maybe.n > n:
+                    maybe = maybe[:n]
+                known = ~maybe
+                self.candidates += km_count(maybe.words, maybe.n) * len(self.builders[i])
+            if self.local_tokens and coord.groups[i].kind == KM_FULL:
+                # Whole blocks the engine holds are proven: its own prefix cache has them all.
+                held = self.local_tokens // coord.groups[i].block_size
+                if coord.partial:
+                    held *= s
+                held = min(held, n)
+                km_fill(maybe.words, 0, held, True)
+                km_fill(known.words, 0, held, True)
+            self.maybe.append(maybe)
+            self.known.append(known)
+        # A set of several groups is searched on the and of their bits.
+        self.set_maybe = coord.joint_presence(tuple(self.maybe))
+        self.set_known = coord.joint_presence(tuple(self.known))
+
+    cdef void prepare(self, km_search *search, km_set_state *sets, bint collect) noexcept:
+        cdef int i
+        cdef Bitset maybe, known
+        self.coord.prepare(search, sets, collect)
+        for i in range(self.coord.n_sets):
+            maybe = <Bitset>self.set_maybe[i]
+            known = <Bitset>self.set_known[i]
+            sets[i].presence.maybe = maybe.words
+            sets[i].presence.known = known.words
+            sets[i].presence.nbits = maybe.n
+
+    cdef int first_need(self, km_set_state *sets) noexcept:
+        cdef int i
+        for i in range(self.coord.n_sets):
+            if sets[i].has_need:
+                return i
+        return -1
+
+    cdef bint decide(self, km_search *search, km_set_state *sets, int *set_index,
+                     km_need *need) except -1:
+        """Runs the search as far as the answers allow. False: `need` of a set is open."""
+        cdef CoordinatorCore coord = self.coord
+        cdef int64_t hit, boundary, usable
+        cdef km_presence own
+        cdef Bitset maybe, known
+        cdef int i, k
+        cdef bint found
+        self.prepare(search, sets, False)
+        hit = km_find_hit(search, self.limit, True)
+        if hit >= self.num_tokens:
+            # The last token must be computed: search again rather than cut (DESIGN: lookup).
+            usable = km_align_down(self.num_tokens - 1, coord.unit())
+            if usable <= 0:
+                self.finish_empty()
+                return True
+            hit = km_find_hit(search, usable, True)
+        if hit < 0:
+            set_index[0] = self.first_need(sets)
+            need[0] = sets[set_index[0]].need
+            return False
+        for i in range(coord.n_groups):
+            k = coord.set_of[i]
+            boundary = 0
+            if k >= 0:
+                maybe = <Bitset>self.maybe[i]
+                known = <Bitset>self.known[i]
+                own = sets[k].presence
+                own.maybe = maybe.words
+                own.known = known.words
+                own.nbits = maybe.n
+                found = km_tail_boundary(search, &sets[k], &own, hit, &boundary)
+                if not found:
+                    set_index[0] = k
+                    need[0] = sets[k].need
+                    return False
+            self.tails[i] = boundary
+        self.hit = hit
+        self.masks = coord.group_masks(sets)
+        return True
+
+    cdef int64_t ask(self, int set_index, int64_t first, int64_t stop, int64_t stride,
+                     int64_t most, list asked) except -1:
+        """Adds unknown bits of a set to the batch; returns how many."""
+        cdef Bitset known = <Bitset>self.set_known[set_index]
+        cdef Bitset taken = <Bitset>asked[set_index]
+        cdef int64_t bit = first, added = 0
+        if taken is None:
+            taken = new_bitset(known.n)
+            asked[set_index] = taken
+        while bit < stop and added < most:
+            if stride == 1:
+                bit = km_next(known.words, bit, stop, False)
+                if bit >= stop:
+                    break
+            if not km_get(known.words, bit) and not km_get(taken.words, bit):
+                km_set(taken.words, bit)
+                added += 1
+            bit += stride
+        return added
+
+    cdef list choose(self, km_search *search, km_set_state *sets, int set_index, km_need need):
+        """The next batch: what decides, and what is likely to be asked next."""
+        cdef CoordinatorCore coord = self.coord
+        cdef list asked = [None] * coord.n_sets
+        cdef int64_t length = self.limit, best
+        cdef int i, step
+        if coord.groups[coord.leaders[set_index]].kind == KM_FULL:
+            self.ask(set_index, need.first, need.stop, need.stride, self.batch, asked)
+            self.batch = min(self.batch * self.growth, c_max_bits)
+            return asked
+        self.ask(set_index, need.first, need.stop, need.stride, c_max_bits, asked)
+        # Every group's blocks at the longest length still possible, then at the next ones below.
+        for step in range(self.width):
+            self.prepare(search, sets, True)
+            best = km_find_hit(search, length, True)
+            for i in range(coord.n_sets):
+                if sets[i].has_need and sets[i].group.kind != KM_FULL:
+                    self.ask(i, sets[i].need.first, sets[i].need.stop, sets[i].need.stride,
+                             c_max_bits, asked)
+            length = best - coord.unit()
+            if length <= 0:
+                break
+        self.width = min(self.width * 2, 1 << 20)
+        return asked
+
+    def next_keys(self):
+        """Keys to ask the store for, or an empty list when the hit is decided."""
+        cdef km_set_state sets[64]
+        cdef km_search search
+        cdef km_need need
+        cdef int set_index, i
+        cdef list asked, keys = []
+        cdef Bitset bits
+        if self.pending_groups:
+            raise PlanStateError("`feed` must be given the answers before the next keys are asked")
+        if self.hit >= 0:
+            return []
+        # `exact` asks whatever vLLM asks, even where the hit is decided without an answer.
+        if not self.staged and self.probes == 0 and self.candidates:
+            asked = [~<Bitset>b for b in self.set_known]
+        elif self.decide(&search, sets, &set_index, &need):
+            return []
+        else:
+            asked = self.choose(&search, sets, set_index, need)
+        self.pending_groups = []
+        for i in range(self.coord.n_groups):
+            if self.coord.set_of[i] < 0:
+                continue
+            bits = <Bitset>asked[self.coord.set_of[i]]
+            if bits is None:
+                continue
+            self.add_keys(i, bits, keys)
+            self.pending_groups.append((i, bits))
+        self.expected = len(keys)
+        self.asked += len(keys)
+        self.probes += 1
+        return keys
+
+    cdef add_keys(self, int group, Bitset bits, list keys):
+        cdef tuple names = <tuple>self.builders[group]
+        cdef int64_t scale = 1
+        cdef list made
+        if not self.coord.partial:
+            scale = self.coord.groups[group].block_size // self.coord.hash_block
+        made = build_keys(names, self.hashes, bits, 0, scale)
+        if keys:
+            keys += made
+        else:
+            keys[:] = made
+
+    def feed(self, answers):
+        """Takes the store's answers to the last batch, in its order; only 1 is present.
+
+        Raises:
+            PlanStateError: Nothing was asked.
+            StoreError: There is not one answer per key, or one is no integer.
+        """
+        cdef list given = answers if type(answers) is list else list(answers)
+        cdef int64_t position = 0, bit
+        cdef Py_ssize_t namespaces, j
+        cdef int group
+        cdef bint present
+        cdef Bitset bits, maybe, known
+        cdef PyObject *answer
+        if not self.pending_groups:
+            raise PlanStateError("`feed` must follow a batch of keys, got answers to none")
+        if len(given) != self.expected:
+            raise StoreError(
+                f"the store must answer every key, got {len(given)} answers to {self.expected} keys"
+            )
+        check_answers(given)
+        for group, bits in self.pending_groups:
+            namespaces = len(<tuple>self.builders[group])
+            maybe = <Bitset>self.maybe[group]
+            known = <Bitset>self.known[group]
+            bit = km_next(bits.words, 0, bits.n, True)
+            while bit < bits.n:
+                present = True
+                for j in range(namespaces):
+                    answer = PyList_GET_ITEM(given, position)
+                    position += 1
+                    if answer is not <PyObject *>_ONE and <object>answer != 1:
+                        present = False
+                    else:
+                        self.present += 1
+                km_set(known.words, bit)
+                if not present:
+                    km_clear(maybe.words, bit)
+                bit = km_next(bits.words, bit + 1, bits.n, True)
+        self.join_sets()
+        self.pending_groups = []
+
+    cdef join_sets(self):
+        # Sets of one group share its bitsets (joint_presence returns them as they are).
+        cdef CoordinatorCore coord = self.coord
+        cdef int i
+        for i in range(coord.n_sets):
+            if coord.members[i] > 1:
+                self.set_maybe = coord.joint_presence(tuple(self.maybe))
+                self.set_known = coord.joint_presence(tuple(self.known))
+                return
+
+    def result(self):
+        """(length, masks, tail_tokens), or None while answers are missing."""
+        if self.hit < 0 or self.pending_groups:
+            return None
+        if self.no_masks:
+            return 0, tuple([new_bitset(0) for _ in range(self.coord.n_groups)]), \
+                (0,) * self.coord.n_groups
+        return self.hit, self.masks, tuple(self.tails)
+
+
+cdef object _ONE = 1
+
+
+cdef check_answers(list answers):
+    for item in answers:
+        if type(item) is not int and not isinstance(item, _numbers.Integral):
+            raise StoreError(f"the store must answer with integers, got {item!r}")
