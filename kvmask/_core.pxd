@@ -40,6 +40,7 @@ cdef extern from "rules.h" nogil:
     int64_t km_ceil_div(int64_t a, int64_t b)
     int64_t km_align_down(int64_t value, int64_t unit)
     int km_replay_boundaries(int64_t num_prompt_tokens, int64_t alignment, bint eagle, int64_t *out)
+    int64_t km_window_need(const km_group *g, bint eagle)
     bint km_reach_mask(const km_group *g, const km_reach *r, int64_t start, int64_t end, uint64_t *w)
 
 
@@ -134,10 +135,13 @@ cdef class LookupCore:
     cdef int64_t local_tokens
     cdef int64_t token_len
     cdef int64_t limit
+    cdef bint local_windows
     cdef bint staged
     cdef int64_t batch
     cdef int64_t growth
     cdef int64_t width
+    cdef int64_t hint
+    cdef int64_t slack
     cdef list maybe  # per group; None when it is not cacheable
     cdef list known
     cdef list set_maybe  # per set
@@ -155,11 +159,23 @@ cdef class LookupCore:
     cdef void finish_empty(self) noexcept
     cdef start_presence(self)
     cdef void prepare(self, km_search *search, km_set_state *sets, bint collect) noexcept
+    cdef void mark_local(self, km_group *group, int64_t stride, Bitset maybe,
+                         Bitset known) noexcept
+    cdef bint hopeless(self, km_search *search, km_set_state *sets)
     cdef int first_need(self, km_set_state *sets) noexcept
     cdef bint decide(self, km_search *search, km_set_state *sets, int *set_index,
                      km_need *need) except -1
     cdef int64_t ask(self, int set_index, int64_t first, int64_t stop, int64_t stride,
                      int64_t most, list asked) except -1
     cdef list choose(self, km_search *search, km_set_state *sets, int set_index, km_need need)
+    cdef ask_boundaries(self, km_search *search, km_set_state *sets, int64_t length, int64_t count,
+                        list asked)
     cdef add_keys(self, int group, Bitset bits, list keys)
     cdef join_sets(self)
+
+
+cdef class HitHints:
+    cdef uint64_t *slots
+    cdef int64_t mask
+    cdef uint64_t tag(self, BlockHashes hashes, int64_t index) except? 0
+    cdef int64_t longest(self, BlockHashes hashes, int64_t per_unit, int64_t units) except -1

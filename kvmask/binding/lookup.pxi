@@ -9,23 +9,32 @@ cdef class LookupCore:
         builders: Per group a sequence of KeyBuilder, one per rank namespace that must hold a block.
         hashes: BlockHashes or sequence of bytes, one digest per hash block.
         num_tokens: Tokens of the request.
-        local_tokens: Tokens that the engine already holds.
+        local_tokens: Tokens that the engine already holds: whole full-attention blocks below are
+            not asked, and a hit that does not reach past them is no hit.
+        local_windows: The engine also holds the windows that end at local_tokens (a declaration:
+            without it they are asked for like any other block).
         staged: False asks everything that could matter in one call.
         first_batch: Blocks of a full-attention group to ask for in the first call.
         growth: Factor between one batch and the next.
+        hint: Tokens that are likely to be the hit, or 0: the first call then asks for the blocks of
+            a hit there as well, and for `slack` full-attention blocks past it.
+        slack: See hint.
     """
 
     def __cinit__(self, CoordinatorCore coord not None, builders, hashes, num_tokens,
-                  local_tokens=0, staged=True, first_batch=512, growth=4):
+                  local_tokens=0, staged=True, first_batch=512, growth=4, hint=0, slack=32, local_windows=False):
         cdef int64_t n_hashes
         cdef list names = [as_builders(b) for b in builders]
         self.coord = coord
         self.hashes = as_hashes(hashes)
         self.num_tokens = as_int64(num_tokens, "num_tokens", 0, c_max_tokens)
         self.local_tokens = as_int64(local_tokens, "local_tokens", 0, c_max_tokens)
+        self.local_windows = bool(local_windows)
         self.staged = bool(staged)
         self.batch = as_int64(first_batch, "first_batch", 1, c_max_bits)
         self.growth = as_int64(growth, "growth", 1, c_max_bits)
+        self.hint = as_int64(hint, "hint", 0, c_max_tokens)
+        self.slack = as_int64(slack, "slack", 0, c_max_bits)
         self.width = 1
         if len(names) != coord.n_groups:
             raise ArgumentError(
@@ -51,6 +60,9 @@ cdef class LookupCore:
             if self.limit <= 0 and self.staged:
                 self.finish_empty()
                 return
+        if self.local_tokens and self.limit <= self.local_tokens:
+            self.finish_empty()
+            return
         self.start_presence()
 
     cdef void finish_empty(self) noexcept:
@@ -60,7 +72,7 @@ cdef class LookupCore:
     cdef start_presence(self):
         """Blocks outside the lookup mask are absent, all others unknown."""
         cdef CoordinatorCore coord = self.coord
-        cdef int64_t n, held, s
+        cdef int64_t n, s
         cdef int i
         cdef Bitset maybe, known
         cdef tuple masks = None
@@ -88,19 +100,39 @@ cdef class LookupCore:
                     maybe = maybe[:n]
                 known = ~maybe
                 self.candidates += km_count(maybe.words, maybe.n) * len(self.builders[i])
-            if self.local_tokens and coord.groups[i].kind == KM_FULL:
-                # Whole blocks the engine holds are proven: its own prefix cache has them all.
-                held = self.local_tokens // coord.groups[i].block_size
-                if coord.partial:
-                    held *= s
-                held = min(held, n)
-                km_fill(maybe.words, 0, held, True)
-                km_fill(known.words, 0, held, True)
+            if self.local_tokens:
+                self.mark_local(&coord.groups[i], coord.stride(i), maybe, known)
             self.maybe.append(maybe)
             self.known.append(known)
         # A set of several groups is searched on the and of their bits.
         self.set_maybe = coord.joint_presence(tuple(self.maybe))
         self.set_known = coord.joint_presence(tuple(self.known))
+
+    cdef void mark_local(self, km_group *group, int64_t stride, Bitset maybe,
+                         Bitset known) noexcept:
+        """Whole blocks that the engine's own prefix cache holds count as present."""
+        cdef int64_t stop = self.local_tokens // group.block_size
+        cdef int64_t start = 0, i, bit
+        if group.kind == KM_WINDOW and self.local_windows:
+            start = max(stop - km_window_need(group, False), <int64_t>0)
+        elif group.kind != KM_FULL:
+            return
+        if stride == 1:
+            stop = min(stop, maybe.n)
+            km_fill(maybe.words, start, stop, True)
+            km_fill(known.words, start, stop, True)
+            return
+        for i in range(start, stop):
+            bit = (i + 1) * stride - 1
+            if bit >= maybe.n:
+                break
+            km_set(maybe.words, bit)
+            km_set(known.words, bit)
+
+    cdef bint hopeless(self, km_search *search, km_set_state *sets):
+        """Not even the longest length still possible reaches past what the engine holds."""
+        self.prepare(search, sets, True)
+        return km_find_hit(search, self.limit, True) <= self.local_tokens
 
     cdef void prepare(self, km_search *search, km_set_state *sets, bint collect) noexcept:
         cdef int i
@@ -141,7 +173,13 @@ cdef class LookupCore:
         if hit < 0:
             set_index[0] = self.first_need(sets)
             need[0] = sets[set_index[0]].need
+            if self.local_tokens and self.hopeless(search, sets):
+                self.finish_empty()
+                return True
             return False
+        if self.local_tokens and hit <= self.local_tokens:
+            self.finish_empty()
+            return True
         for i in range(coord.n_groups):
             k = coord.set_of[i]
             boundary = 0
@@ -186,26 +224,36 @@ cdef class LookupCore:
         """The next batch: what decides, and what is likely to be asked next."""
         cdef CoordinatorCore coord = self.coord
         cdef list asked = [None] * coord.n_sets
-        cdef int64_t length = self.limit, best
-        cdef int i, step
+        cdef int64_t batch = self.batch
         if coord.groups[coord.leaders[set_index]].kind == KM_FULL:
-            self.ask(set_index, need.first, need.stop, need.stride, self.batch, asked)
-            self.batch = min(self.batch * self.growth, c_max_bits)
+            if self.hint:
+                batch = self.hint // coord.groups[coord.leaders[set_index]].block_size + self.slack
+                self.ask_boundaries(search, sets, min(self.hint, self.limit), 1, asked)
+                self.hint = 0
+            else:
+                self.batch = min(self.batch * self.growth, c_max_bits)
+            self.ask(set_index, need.first, need.stop, need.stride, batch, asked)
             return asked
         self.ask(set_index, need.first, need.stop, need.stride, c_max_bits, asked)
-        # Every group's blocks at the longest length still possible, then at the next ones below.
-        for step in range(self.width):
+        self.ask_boundaries(search, sets, self.limit, self.width, asked)
+        self.width = min(self.width * 2, 1 << 20)
+        return asked
+
+    cdef ask_boundaries(self, km_search *search, km_set_state *sets, int64_t length, int64_t count,
+                        list asked):
+        """Adds the other groups' blocks at the longest length still possible, and at the next
+        ones below it."""
+        cdef int64_t step
+        cdef int i
+        for step in range(count):
+            if length <= 0:
+                break
             self.prepare(search, sets, True)
-            best = km_find_hit(search, length, True)
-            for i in range(coord.n_sets):
+            length = km_find_hit(search, length, True) - self.coord.unit()
+            for i in range(self.coord.n_sets):
                 if sets[i].has_need and sets[i].group.kind != KM_FULL:
                     self.ask(i, sets[i].need.first, sets[i].need.stop, sets[i].need.stride,
                              c_max_bits, asked)
-            length = best - coord.unit()
-            if length <= 0:
-                break
-        self.width = min(self.width * 2, 1 << 20)
-        return asked
 
     def next_keys(self):
         """Keys to ask the store for, or an empty list when the hit is decided."""
@@ -306,7 +354,16 @@ cdef class LookupCore:
 
     def result(self):
         """(length, masks, tail_tokens), or None while answers are missing."""
-        if self.hit < 0 or self.pending_groups:
+        cdef km_set_state sets[64]
+        cdef km_search search
+        cdef km_need need
+        cdef int set_index
+        if self.pending_groups:
+            return None
+        if self.hit < 0 and (
+            (not self.staged and self.probes == 0 and self.candidates)
+            or not self.decide(&search, sets, &set_index, &need)
+        ):
             return None
         if self.no_masks:
             return 0, tuple([new_bitset(0) for _ in range(self.coord.n_groups)]), \

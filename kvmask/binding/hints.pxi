@@ -1,0 +1,85 @@
+# HitHints: where hits of earlier requests ended. A hint only chooses what to ask in the first call;
+# the answer always comes from the store.
+
+cdef class HitHints:
+    """A fixed-size table of prefix digests that were reusable a moment ago.
+
+    One 8-byte slot per prefix, direct-mapped: newer prefixes overwrite older ones. Entries may be
+    stale or lost at any time, which costs a call and never changes a result.
+
+    Args:
+        capacity: Slots, rounded up to a power of two, at most 2**24.
+    """
+
+    def __cinit__(self, capacity=1 << 16):
+        cdef int64_t wanted = as_int64(capacity, "capacity", 1, 1 << 24)
+        cdef int64_t n = 1
+        while n < wanted:
+            n *= 2
+        self.mask = n - 1
+        self.slots = <uint64_t *>calloc(n, sizeof(uint64_t))
+        if self.slots == NULL:
+            raise MemoryError(f"no memory for {n} hints")
+
+    def __dealloc__(self):
+        free(self.slots)
+
+    @property
+    def capacity(self):
+        """Number of slots."""
+        return self.mask + 1
+
+    cdef uint64_t tag(self, BlockHashes hashes, int64_t index) except? 0:
+        """Eight bytes of a digest, mixed: a caller's digests need not be uniform."""
+        cdef Py_ssize_t size
+        cdef const unsigned char *data = hashes.at(index, &size)
+        cdef uint64_t value = 0
+        memcpy(&value, data, min(size, <Py_ssize_t>sizeof(value)))
+        value *= 0x9E3779B97F4A7C15ULL
+        value ^= value >> 32
+        return value or 1
+
+    cdef int64_t longest(self, BlockHashes hashes, int64_t per_unit, int64_t units) except -1:
+        """Units of the longest known prefix, taking it that shorter ones are known as well."""
+        cdef int64_t low = 0, high = 1, middle
+        cdef uint64_t value
+        while high <= units:
+            value = self.tag(hashes, high * per_unit - 1)
+            if self.slots[value & self.mask] != value:
+                break
+            low = high
+            high *= 2
+        if high > units + 1:
+            high = units + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            value = self.tag(hashes, middle * per_unit - 1)
+            if self.slots[value & self.mask] == value:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def predict(self, hashes, hash_block, alignment, num_tokens):
+        """Tokens of the longest prefix, at most num_tokens, that was reusable before."""
+        cdef BlockHashes digests = as_hashes(hashes)
+        cdef int64_t unit = as_int64(alignment, "alignment", 1, c_max_tokens)
+        cdef int64_t per_unit = unit // as_int64(hash_block, "hash_block", 1, unit)
+        cdef int64_t units = min(
+            as_int64(num_tokens, "num_tokens", 0, c_max_tokens) // unit, digests.n // per_unit
+        )
+        return self.longest(digests, per_unit, units) * unit
+
+    def learn(self, hashes, hash_block, alignment, num_tokens):
+        """Remember that the first num_tokens tokens are reusable."""
+        cdef BlockHashes digests = as_hashes(hashes)
+        cdef int64_t unit = as_int64(alignment, "alignment", 1, c_max_tokens)
+        cdef int64_t per_unit = unit // as_int64(hash_block, "hash_block", 1, unit)
+        cdef int64_t units = min(
+            as_int64(num_tokens, "num_tokens", 0, c_max_tokens) // unit, digests.n // per_unit
+        )
+        cdef int64_t i
+        cdef uint64_t value
+        for i in range(self.longest(digests, per_unit, units) + 1, units + 1):
+            value = self.tag(digests, i * per_unit - 1)
+            self.slots[value & self.mask] = value
