@@ -1,17 +1,14 @@
 """Regions and addresses over csrc/layout.h."""
 
-from collections.abc import Sequence as _Sequence
 from operator import index as _index
 
-from cpython.list cimport PyList_New
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
-from cpython.object cimport PyObject
 
 
 cdef extern from "Python.h":
     # Declared with PyObject* so that a fresh int goes into its list without two count updates.
-    PyObject *PyLong_FromUnsignedLongLong(unsigned long long value)
-    void PyList_SET_ITEM(object list, Py_ssize_t i, PyObject *item)
+    PyObject *new_int "PyLong_FromUnsignedLongLong" (unsigned long long value)
+    void set_item "PyList_SET_ITEM" (object list, Py_ssize_t i, PyObject *item)
     void PyObject_GC_UnTrack(object op)
 
 
@@ -152,12 +149,10 @@ cdef class Regions:
             # Filled before anything else can allocate, so that nobody sees the empty slots.
             row = PyList_New(n)
             for j in range(n):
-                address = PyLong_FromUnsignedLongLong(
-                    km_region_address(&table[j], <uint64_t>block)
-                )
+                address = new_int(km_region_address(&table[j], <uint64_t>block))
                 if address == NULL:
                     raise MemoryError
-                PyList_SET_ITEM(row, j, address)
+                set_item(row, j, address)
             # A row of ints is in no cycle. Out of the collector's lists it is not walked each time
             # some hundred further rows have been made, nor in later collections.
             PyObject_GC_UnTrack(row)
