@@ -3,8 +3,8 @@
 A *region* is one piece of every block of a KV cache group, in bytes: block `i` has it at
 `base + i * stride`, `size` bytes long. The bytes of a stored object are the block's regions one
 after another. Regions follow from addresses, strides and storages alone. The logical shape says
-only which dimension counts blocks, so two engines that order heads and tokens differently get
-different regions, and a different `KVLayout.tag`, although their shapes are equal.
+only which dimension counts blocks. Two engines of equal shapes that order heads and tokens
+differently get different tags (`KVLayout.tag`), even where a block is one piece for both.
 
 Order of a block's bytes: tensors in the order given, and within a tensor ascending address. Pieces
 that touch in every block and belong to one storage are one region, because the object's bytes stay
