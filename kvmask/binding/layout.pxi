@@ -1,0 +1,161 @@
+"""Regions and addresses over csrc/layout.h."""
+
+from operator import index as _index
+
+from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
+
+
+cdef extern from "Python.h":
+    # Declared with PyObject* so that a fresh int goes into its list without two count updates.
+    PyObject *new_int "PyLong_FromUnsignedLongLong" (unsigned long long value)
+    void set_item "PyList_SET_ITEM" (object list, Py_ssize_t i, PyObject *item)
+    void PyObject_GC_UnTrack(object op)
+
+
+cdef extern from "layout.h" nogil:
+    ctypedef struct km_region:
+        uint64_t base
+        uint64_t size
+        uint64_t stride
+
+    bint km_region_last(const km_region *r, uint64_t num_blocks, uint64_t *last)
+    uint64_t km_region_address(const km_region *r, uint64_t block)
+    bint km_regions_find_overlap(const km_region *r, int64_t n, uint64_t num_blocks,
+                                 int64_t *first, int64_t *second)
+
+
+cdef list _id_list(object block_ids):
+    """Block ids as a list, whatever integer sequence or array they come in."""
+    if type(block_ids) is list:
+        return block_ids
+    if isinstance(block_ids, (tuple, range)):
+        return list(block_ids)
+    if hasattr(block_ids, "tolist"):  # array.array, memoryview, NumPy, torch
+        ids = block_ids.tolist()
+        if type(ids) is list:
+            return ids
+    elif isinstance(block_ids, _Sequence) and not isinstance(block_ids, (str, bytes, bytearray)):
+        return list(block_ids)
+    raise BlockIdError(
+        f"`block_ids` must be a sequence or one-dimensional array of integers, "
+        f"got {type(block_ids).__name__}"
+    )
+
+
+cdef object _id_int(object item, Py_ssize_t i):
+    """An entry that is no plain int, as one; bool, float and nested entries are refused."""
+    value = item.tolist() if hasattr(item, "tolist") else item
+    if not isinstance(value, bool):
+        try:
+            return _index(value)
+        except TypeError:
+            pass
+    raise BlockIdError(
+        f"`block_ids` must hold integers, got {type(value).__name__} at index {i}"
+    )
+
+
+cdef class Regions:
+    """A table of regions of equally many blocks, in the order of an object's bytes.
+
+    Args:
+        regions: (base, size, stride) triples in bytes; see csrc/layout.h.
+        num_blocks: Blocks of every region.
+
+    Raises:
+        LayoutError: A value is no unsigned 64 bit integer, a size is zero, pieces of one region
+            overlap, or an address of the table does not fit in 64 bits.
+    """
+
+    cdef km_region *table
+    cdef readonly Py_ssize_t num_regions
+    cdef int64_t blocks
+    cdef list size_row
+
+    def __cinit__(self, list regions, object num_blocks):
+        cdef Py_ssize_t i, n = len(regions)
+        cdef km_region *r
+        cdef uint64_t last
+        if not 1 <= num_blocks < 1 << 63:
+            raise LayoutError(f"`num_blocks` must be at least 1 and below 2**63, got {num_blocks}")
+        self.blocks = num_blocks
+        self.size_row = []
+        self.table = <km_region *>calloc(n if n else 1, sizeof(km_region))
+        if self.table == NULL:
+            raise MemoryError
+        self.num_regions = n
+        for i in range(n):
+            r = &self.table[i]
+            base, size, stride = regions[i]
+            try:
+                r.base, r.size, r.stride = base, size, stride
+            except (OverflowError, TypeError):
+                raise LayoutError(
+                    f"`regions` must hold unsigned 64 bit integers, "
+                    f"got ({base!r}, {size!r}, {stride!r}) at index {i}"
+                ) from None
+            if r.size == 0:
+                raise LayoutError(f"`regions` must have sizes of at least 1, got 0 at index {i}")
+            if self.blocks > 1 and r.stride < r.size:
+                raise LayoutError(
+                    f"`regions` must have strides of at least their size, "
+                    f"got {stride} and {size} at index {i}"
+                )
+            if not km_region_last(r, <uint64_t>self.blocks, &last):
+                raise LayoutError(
+                    f"`regions` must end within 64 bit addresses, got base {base}, size {size}, "
+                    f"stride {stride} and {num_blocks} blocks at index {i}"
+                )
+            self.size_row.append(size)
+
+    def __dealloc__(self):
+        free(self.table)
+
+    def find_overlap(self):
+        """Indices of the first two regions that share a byte, or None; needs order by base."""
+        cdef int64_t first = 0, second = 0
+        cdef bint found
+        cdef Py_ssize_t i
+        for i in range(1, self.num_regions):
+            if self.table[i].base < self.table[i - 1].base:
+                raise ArgumentError(f"`regions` must be sorted by base, region {i} is not")
+        with nogil:
+            found = km_regions_find_overlap(self.table, self.num_regions, <uint64_t>self.blocks,
+                                            &first, &second)
+        return (first, second) if found else None
+
+    def addresses(self, object block_ids, object null_block=None):
+        """See KVLayout.addresses."""
+        cdef list ids = _id_list(block_ids), rows = [], row
+        cdef Py_ssize_t i = 0, j, n = self.num_regions
+        cdef const km_region *table = self.table
+        cdef PyObject *address
+        cdef long long block, null = -1
+        cdef int overflow
+        if null_block is not None:
+            null = null_block
+        for item in ids:
+            whole = item if PyLong_CheckExact(item) else _id_int(item, i)
+            block = PyLong_AsLongLongAndOverflow(whole, &overflow)
+            if overflow or block < 0 or block >= self.blocks:
+                raise BlockIdError(
+                    f"`block_ids` must be at least 0 and below `num_blocks`, "
+                    f"got {whole} at index {i} and {self.blocks}"
+                )
+            if block == null:
+                raise BlockIdError(
+                    f"`block_ids` must not name the null block, got {whole} at index {i}"
+                )
+            # Filled before anything else can allocate, so that nobody sees the empty slots.
+            row = PyList_New(n)
+            for j in range(n):
+                address = new_int(km_region_address(&table[j], <uint64_t>block))
+                if address == NULL:
+                    raise MemoryError
+                set_item(row, j, address)
+            # A row of ints is in no cycle. Out of the collector's lists it is not walked each time
+            # some hundred further rows have been made, nor in later collections.
+            PyObject_GC_UnTrack(row)
+            rows.append(row)
+            i += 1
+        return rows, [self.size_row] * len(rows)
