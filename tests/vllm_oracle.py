@@ -97,7 +97,8 @@ def random_groups(rng: random.Random, hash_block: int, partial: bool) -> list[An
     groups: list[Any] = []
     for _ in range(rng.choice((1, 1, 2, 2, 2, 3, 3, 4, 5))):
         if groups and rng.random() < 0.25:
-            groups.append(replace(rng.choice(groups), eagle=rng.random() < eagle_rate))
+            twin, eagle = rng.choice(groups), rng.random() < eagle_rate
+            groups.append(replace(twin, eagle=eagle and not isinstance(twin, ChunkedLocal)))
             if rng.random() < 0.2:
                 groups[-1] = replace(groups[-1], spec=rng.randint(1, 2))
             continue
@@ -119,8 +120,7 @@ def random_groups(rng: random.Random, hash_block: int, partial: bool) -> list[An
     if any(isinstance(g, ChunkedLocal) for g in groups):
         size = hash_block if partial else math.lcm(*(g.block_size for g in groups))
         groups = [
-            replace(g, block_size=size, eagle=False) if isinstance(g, ChunkedLocal) else g
-            for g in groups
+            replace(g, block_size=size) if isinstance(g, ChunkedLocal) else g for g in groups
         ]
     for i in range(len(groups)):
         if len(groups) > 1 and rng.random() < 0.06:
