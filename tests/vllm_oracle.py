@@ -475,11 +475,46 @@ def differences(case: Case, subject: str) -> Iterator[tuple[str, Any, Any]]:
         yield from plan_differences(case, theirs, ours)
 
 
+@functools.cache
+def schema(group: int, rank: int) -> Any:
+    from kvmask import VllmKeys
+
+    return VllmKeys(model="model", tp_rank=rank, group_id=group)
+
+
 def plan_differences(
     case: Case, theirs: EngineCoordinator, ours: Any
 ) -> Iterator[tuple[str, Any, Any]]:
     """The worker's lookup against both strategies of the lookup plan."""
-    return iter(())
+    from kvmask import BlockHashes
+    from kvmask.plan import LookupPlan
+
+    hit, boundaries, asked = theirs.lookup()
+    stored = theirs.store_keys()
+    for strategy in ("exact", "staged"):
+        plan = LookupPlan(
+            ours,
+            [[schema(g, rank) for rank in range(n)] for g, n in enumerate(case.ranks)],
+            BlockHashes.from_list(theirs.hashes),
+            case.num_tokens,
+            strategy=strategy,
+        )
+        mine = ScriptedStore(stored)
+        while keys := plan.next_keys():
+            plan.feed(mine.batch_is_exist(keys))
+        tails = {i: t for i, t in enumerate(plan.hit.tail_tokens) if t}
+        pair = (hit, boundaries), (plan.hit.length, tails if boundaries is not None else None)
+        if pair[0] != pair[1]:
+            yield f"{strategy} lookup", *pair
+        if strategy == "exact" and mine.asked != asked:
+            yield "keys of an exact lookup", asked, mine.asked
+        if strategy == "staged":
+            if not set(mine.asked) <= set(asked):
+                yield "keys that only staged asks", asked, set(mine.asked) - set(asked)
+            if len(set(mine.asked)) != len(mine.asked):
+                yield "keys that staged asks twice", len(set(mine.asked)), len(mine.asked)
+        if plan.asked != len(mine.asked):
+            yield f"asked count of {strategy}", len(mine.asked), plan.asked
 
 
 def run_range(task: tuple[int, int, int, str]) -> list[tuple[int, str]]:
