@@ -178,7 +178,9 @@ class StoreConfig:
                 f"`mode` must be 'embedded' or 'standalone-store', got {self.mode!r}"
             )
         if self.local_buffer_size <= 0:
-            raise ArgumentError(f"`local_buffer_size` must be above 0, got {self.local_buffer_size}")
+            raise ArgumentError(
+                f"`local_buffer_size` must be above 0, got {self.local_buffer_size}"
+            )
         if self.mode == "embedded" and self.global_segment_size <= 0:
             raise ArgumentError(
                 "`global_segment_size` must be above 0 in mode 'embedded', "
