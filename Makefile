@@ -1,0 +1,89 @@
+# Every target sets up what it needs; `make demo` and `make test` are all a new clone needs.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PY := $(VENV)/bin/python
+CC ?= gcc
+# Arguments for the program behind a target: make test ARGS="-k mask"
+ARGS ?=
+# Benches run beside the real vLLM where `make test-vllm` has made its environment.
+BENCH_PY := $(firstword $(wildcard .venv-vllm/bin/python) $(PY))
+
+C_TESTS := $(patsubst tests/c/%.c,build/c/%,$(wildcard tests/c/test_*.c))
+C_FLAGS := -std=c11 -g -O1 -Wall -Wextra -Werror -Ikvmask/csrc \
+	-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+ASAN := build/asan
+
+.PHONY: help
+help: ## show the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+.PHONY: setup-demo setup-dev setup-vllm
+setup-demo setup-dev setup-vllm: setup-%:
+	@scripts/bootstrap.sh $*
+
+.PHONY: demo
+demo: setup-demo ## save, look up and load a request through a real store on this machine
+	@$(PY) -m kvmask demo $(ARGS)
+
+.PHONY: test
+test: setup-dev test-c ## the tests, against a real store too
+	$(PY) -m pytest $(ARGS)
+
+.PHONY: test-c
+test-c: $(C_TESTS) ## the C headers' own tests, with sanitizers
+	@for test in $(C_TESTS); do echo "$$test"; "$$test"; done
+
+build/c/%: tests/c/%.c $(wildcard tests/c/*.h kvmask/csrc/*.h)
+	@mkdir -p $(@D)
+	$(CC) $(C_FLAGS) $< -o $@ -lm -ldl
+
+.PHONY: test-asan
+test-asan: setup-dev ## the Python tests on a sanitized extension, built beside the normal one
+	@rm -rf $(ASAN) && mkdir -p $(ASAN)
+	@cp -r kvmask tests setup.py pyproject.toml $(wildcard README.md) $(ASAN)/
+	@rm -f $(ASAN)/kvmask/_core*.so $(ASAN)/kvmask/_core.c
+	@cd $(ASAN) && KVMASK_SANITIZE=1 $(CURDIR)/$(PY) setup.py -q build_ext --inplace
+	cd $(ASAN) && \
+	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so.6)" \
+	ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=. \
+	$(CURDIR)/$(PY) -m pytest -p no:cacheprovider -m "not store and not vllm and not gpu" $(ARGS)
+
+.PHONY: test-vllm
+test-vllm: setup-vllm ## the tests that compare with the real vLLM, in an environment of their own
+	.venv-vllm/bin/python -m pytest -m vllm $(ARGS)
+
+.PHONY: bench
+bench: setup-dev ## time kvmask, beside vLLM where it is installed
+	$(BENCH_PY) -m pytest bench --benchmark-enable -o python_files='bench_*.py test_*.py' $(ARGS)
+
+.PHONY: replay
+replay: setup-dev ## replay a request trace against a real store
+	$(BENCH_PY) bench/replay.py $(ARGS)
+
+.PHONY: lint
+lint: setup-dev ## formatters in check mode, linters, types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/cython-lint kvmask
+	$(VENV)/bin/clang-format --dry-run -Werror kvmask/csrc/*.h $(wildcard tests/c/*.[ch])
+	$(VENV)/bin/mypy
+
+.PHONY: docs
+docs: setup-dev ## check links, commands and examples of the documentation
+	$(PY) scripts/check_docs.py
+
+.PHONY: format
+format: setup-dev ## rewrite the sources as `make lint` wants them
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i kvmask/csrc/*.h $(wildcard tests/c/*.[ch])
+
+.PHONY: clean
+clean: ## remove what was built; the environments stay
+	rm -rf build dist *.egg-info kvmask/_core.c kvmask/_core*.so .pytest_cache .mypy_cache
+	rm -rf .ruff_cache .hypothesis .benchmarks
+	find kvmask tests bench -name __pycache__ -prune -exec rm -rf {} +
+	rm -f .venv/.stamp-build .venv-vllm/.stamp-build

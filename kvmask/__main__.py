@@ -1,0 +1,7 @@
+"""`python -m kvmask`: the `kvmask` command."""
+
+import sys
+
+from kvmask.cli import main
+
+sys.exit(main())

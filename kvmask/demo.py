@@ -1,0 +1,337 @@
+"""The main job on one machine: save a request's KV cache, find it from another client, load it.
+
+A DeepSeek-V4-shaped request in real tensors with random bytes, a Mooncake master of its own on
+loopback, two clients, and a comparison of every byte. Blocks are small (16 bytes per token and
+layer) so that it takes seconds; the masks and keys are those of the real shape.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvmask import mooncake
+from kvmask.coordinator import Coordinator, Hit
+from kvmask.errors import MissingDependencyError
+from kvmask.explain import describe
+from kvmask.groups import FullAttention, Group, SlidingWindow
+from kvmask.hashes import hash_tokens
+from kvmask.keys import VllmKeys
+from kvmask.layout import KVLayout
+from kvmask.plan import LookupPlan
+from kvmask.transfer import KVTransfer
+
+GROUPS: tuple[Group, ...] = (
+    FullAttention(block_size=256),
+    SlidingWindow(block_size=64, window=128),
+    SlidingWindow(block_size=64, window=512),
+    SlidingWindow(block_size=4, window=16),
+    SlidingWindow(block_size=8, window=64),
+)
+HASH_BLOCK = 4
+LAYERS = 2  # per group
+BYTES_PER_TOKEN = 16  # per layer
+MODEL = "DeepSeek-V4"
+
+_GROUP_OF_KEY = re.compile(r"@group:(\d+)@")
+T = TypeVar("T")
+
+
+class CountingStore:
+    """Passes the calls on to a store; counts keys per group and the time spent in it."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.asked: Counter[int] = Counter()
+        self.put: Counter[int] = Counter()
+        self.got: Counter[int] = Counter()
+        self.seconds = 0.0
+        self.calls = 0
+
+    def reset(self) -> None:
+        """Forget what was counted."""
+        for counter in (self.asked, self.put, self.got):
+            counter.clear()
+        self.seconds, self.calls = 0.0, 0
+
+    def _timed(self, counter: Counter[int] | None, call: Callable[..., T], *args: Any) -> T:
+        start = time.perf_counter()
+        try:
+            return call(*args)
+        finally:
+            self.seconds += time.perf_counter() - start
+            self.calls += 1
+            if counter is not None:
+                for key in args[0]:
+                    found = _GROUP_OF_KEY.search(key)
+                    counter[int(found[1]) if found else -1] += 1
+
+    def batch_is_exist(self, keys: list[str], /) -> Sequence[int]:
+        answers: Sequence[int] = self._timed(self.asked, self._store.batch_is_exist, keys)
+        return answers
+
+    def batch_put_from_multi_buffers(
+        self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]], *config: Any
+    ) -> Sequence[int]:
+        call = self._store.batch_put_from_multi_buffers
+        codes: Sequence[int] = self._timed(self.put, call, keys, addresses, sizes, *config)
+        return codes
+
+    def batch_get_into_multi_buffers(
+        self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]], /
+    ) -> Sequence[int]:
+        call = self._store.batch_get_into_multi_buffers
+        results: Sequence[int] = self._timed(self.got, call, keys, addresses, sizes)
+        return results
+
+    def register_buffer(self, address: int, size: int, /) -> int:
+        return int(self._timed(None, self._store.register_buffer, address, size))
+
+    def unregister_buffer(self, address: int, /) -> int:
+        return int(self._timed(None, self._store.unregister_buffer, address))
+
+
+def mooncake_has_cuda() -> bool:
+    """True when the installed Mooncake can read GPU memory: its module is linked with CUDA."""
+    spec = importlib.util.find_spec("mooncake")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for name in ("engine.so", "store.so"):
+            path = Path(folder) / name
+            if path.exists() and b"libcudart.so" in path.read_bytes():
+                return True
+    return False
+
+
+class Memory:
+    """KV tensors of one engine: torch (CUDA where it can be used) or NumPy.
+
+    Args:
+        prefer: "auto", "torch" or "numpy".
+    """
+
+    def __init__(self, prefer: str = "auto") -> None:
+        self.torch: Any = None
+        self.numpy: Any = None
+        self.device = "cpu"
+        if prefer in ("auto", "torch") and importlib.util.find_spec("torch"):
+            import torch
+
+            self.torch = torch
+            if torch.cuda.is_available() and mooncake_has_cuda():
+                self.device = "cuda:0"
+        elif prefer in ("auto", "numpy") and importlib.util.find_spec("numpy"):
+            import numpy
+
+            self.numpy = numpy
+        else:
+            wanted = "NumPy or torch" if prefer == "auto" else prefer
+            raise MissingDependencyError(f"the demo needs {wanted}: pip install 'kvmask[numpy]'")
+
+    @property
+    def name(self) -> str:
+        """What the tensors are, for people."""
+        if self.torch is not None:
+            return f"torch {self.torch.__version__} tensors on {self.device}"
+        return f"NumPy {self.numpy.__version__} arrays"
+
+    def tensor(self, shape: tuple[int, ...], seed: int | None) -> Any:
+        """Random bytes, or zeros without a seed."""
+        if self.torch is not None:
+            if seed is None:
+                return self.torch.zeros(shape, dtype=self.torch.uint8, device=self.device)
+            make = self.torch.Generator(device=self.device).manual_seed(seed)
+            return self.torch.randint(
+                0, 256, shape, dtype=self.torch.uint8, device=self.device, generator=make
+            )
+        if seed is None:
+            return self.numpy.zeros(shape, dtype=self.numpy.uint8)
+        return self.numpy.random.default_rng(seed).integers(0, 256, shape, dtype=self.numpy.uint8)
+
+    def differing(self, a: Any, b: Any) -> int:
+        """How many bytes differ."""
+        return int((a != b).sum())
+
+    def ready(self) -> Any:
+        """What a transfer must wait for before it touches the tensors; nothing on the CPU."""
+        return self.torch.cuda.current_stream() if self.device != "cpu" else None
+
+
+class Engine:
+    """One engine's KV cache, its block tables, and its connection to the store."""
+
+    def __init__(
+        self, memory: Memory, coord: Coordinator, store: CountingStore, blocks: list[int], seed: int
+    ) -> None:
+        self.memory = memory
+        self.coord = coord
+        self.store = store
+        shuffle = random.Random(seed)
+        self.tensors: list[list[Any]] = []
+        self.block_ids: list[list[int]] = []
+        layouts = []
+        for g, (group, count) in enumerate(zip(coord.groups, blocks, strict=True)):
+            num_blocks = count + count // 4 + 1  # block 0 is the empty entry of block tables
+            shape = (num_blocks, group.block_size, BYTES_PER_TOKEN)
+            start = None if seed == 0 else seed + 100 * g
+            layers = [
+                memory.tensor(shape, None if start is None else start + n) for n in range(LAYERS)
+            ]
+            self.tensors.append(layers)
+            self.block_ids.append(shuffle.sample(range(1, num_blocks), count))
+            layouts.append(KVLayout.from_tensors(layers, num_blocks=num_blocks))
+        schemas = [VllmKeys(model=MODEL, group_id=g) for g in range(len(coord.groups))]
+        self.schemas = schemas
+        self.transfer = KVTransfer(store, coord, schemas, layouts)
+
+
+class Clock:
+    """Times steps; the part spent in the store beside it."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, float, float, int]] = []
+
+    def run(self, name: str, store: CountingStore, step: Callable[[], T]) -> T:
+        """Run one step from counters of zero."""
+        store.reset()
+        start = time.perf_counter()
+        result = step()
+        self.rows.append((name, time.perf_counter() - start, store.seconds, store.calls))
+        return result
+
+
+def compare(source: Engine, target: Engine, hit: Hit) -> tuple[int, int]:
+    """Return how many bytes of the loaded blocks there are, and how many differ.
+
+    Every byte of the target's other blocks counts too: they must still be zero.
+    """
+    total = wrong = 0
+    memory = source.memory
+    for g, mask in enumerate(hit.masks):
+        loaded = mask.indices()
+        theirs = [source.block_ids[g][i] for i in loaded]
+        mine = [target.block_ids[g][i] for i in loaded]
+        for a, b in zip(source.tensors[g], target.tensors[g], strict=True):
+            expected = memory.tensor(tuple(b.shape), None)
+            expected[mine] = a[theirs]
+            wrong += memory.differing(expected, b)
+            total += len(loaded) * b[0].size if memory.numpy else len(loaded) * b[0].numel()
+    return total, wrong
+
+
+def table(rows: list[list[str]]) -> str:
+    """Columns as wide as they must be; the first one left-aligned, numbers right-aligned."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def run(
+    num_tokens: int = 32_768,
+    memory: str = "auto",
+    connect: Callable[..., Any] = mooncake.connect,
+    say: Callable[[str], None] = print,
+) -> int:
+    """Run the demo and return an exit status: 1 when one byte differs or a key failed.
+
+    Args:
+        num_tokens: Tokens of the saved request, a multiple of 256.
+        memory: "auto", "torch" or "numpy".
+        connect: Replaces `mooncake.connect`, with its arguments.
+        say: Takes the lines that are printed.
+    """
+    coord = Coordinator(GROUPS, hash_block_size=HASH_BLOCK)
+    num_tokens = coord.align(num_tokens)
+    tensors = Memory(memory)
+    blocks = [num_tokens // g.block_size for g in coord.groups]
+    tokens = random.Random(7).choices(range(129_280), k=num_tokens + 1)
+    clock = Clock()
+    with mooncake.local_master() as master:
+        stores = [connect(master), connect(master, segment_bytes=0)]
+        try:
+            first, second = (CountingStore(store) for store in stores)
+            source = Engine(tensors, coord, first, blocks, seed=1)
+            target = Engine(tensors, coord, second, blocks, seed=0)
+            say(f"{num_tokens} tokens, {MODEL} shape, {tensors.name}; master at {master.address}")
+            with source.transfer, target.transfer:
+                hashes = clock.run(
+                    "hash tokens", first, lambda: hash_tokens(tokens, block_size=HASH_BLOCK)
+                )
+                saved = clock.run(
+                    "save",
+                    first,
+                    lambda: source.transfer.save(
+                        hashes, source.block_ids, num_tokens, event=tensors.ready()
+                    ),
+                )
+                stored = Counter(first.put)
+                for failure in saved.failed[:3]:
+                    say(f"not saved: {failure.key} code {mooncake.code_name(failure.code)}")
+                # A later request goes on after the same prompt.
+                exact = clock.run(
+                    "lookup, exact",
+                    second,
+                    lambda: target.transfer.lookup(hashes, num_tokens + 1, strategy="exact"),
+                )
+                exact_asked = Counter(second.asked)
+                hit = clock.run(
+                    "lookup, staged",
+                    second,
+                    lambda: target.transfer.lookup(hashes, num_tokens + 1),
+                )
+                asked = Counter(second.asked)
+                loaded = clock.run(
+                    "load",
+                    second,
+                    lambda: target.transfer.load(
+                        hashes, target.block_ids, hit, event=tensors.ready()
+                    ),
+                )
+                for failure in loaded.failed[:3]:
+                    say(f"not loaded: {failure.key} code {mooncake.code_name(failure.code)}")
+                got = Counter(second.got)
+                total, wrong = compare(source, target, hit)
+                plan = LookupPlan(coord, source.schemas, hashes, num_tokens + 1)
+        finally:
+            for store in stores:  # before the master: a client without one closes slowly
+                store.close()
+    head = ["group", "blocks", "stored", "asked exact", "asked staged", "loaded", "without masks"]
+    rows = [head]
+    for g, group in enumerate(coord.groups):
+        counts = (blocks[g], stored[g], exact_asked[g], asked[g], got[g], blocks[g])
+        rows.append([f"{g} {describe(group)}", *(str(n) for n in counts)])
+    sums = (sum(blocks), *(c.total() for c in (stored, exact_asked, asked, got)), sum(blocks))
+    rows.append(["all", *(str(n) for n in sums)])
+    say("")
+    say(table(rows))
+    say("keys; `without masks` is what a save, and again a lookup, would have used")
+    say("")
+    steps = [["step", "total ms", "in the store ms", "calls"]]
+    for name, seconds, inside, calls in clock.rows:
+        steps.append([name, f"{seconds * 1e3:.2f}", f"{inside * 1e3:.2f}", str(calls)])
+    say(table(steps))
+    say("")
+    good = (
+        wrong == 0
+        and total > 0
+        and saved.ok
+        and loaded.ok
+        and hit.length == exact.length == num_tokens
+        and exact.asked == plan.candidates
+    )
+    say(
+        f"hit {hit.length} of {num_tokens} tokens; {total} bytes compared, {wrong} differ: "
+        + ("the same" if good else "NOT THE SAME")
+    )
+    return 0 if good else 1

@@ -1,0 +1,104 @@
+"""Text pictures of masks: which blocks of each group are stored, asked for and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvmask.coordinator import Coordinator
+from kvmask.errors import ArgumentError
+from kvmask.groups import ChunkedLocal, Group, Mamba, SlidingWindow
+
+ALL, SOME, NONE = "#", "+", "."
+
+
+def describe(group: Group) -> str:
+    """Name a group's attention kind and sizes, in tokens.
+
+    >>> describe(SlidingWindow(block_size=64, window=128, eagle=True))
+    'sliding window 128, blocks of 64, EAGLE'
+    """
+    if isinstance(group, SlidingWindow):
+        text = f"sliding window {group.window}"
+        if group.extra_retained_tokens:
+            text += f" + {group.extra_retained_tokens} retained"
+    elif isinstance(group, ChunkedLocal):
+        text = f"chunked local {group.chunk_size}"
+    elif isinstance(group, Mamba):
+        text = "state"
+    else:
+        text = "full attention"
+    text += f", blocks of {group.block_size}"
+    if group.eagle:
+        text += ", EAGLE"
+    return text if group.prefix_cacheable else text + ", not cacheable"
+
+
+def strip(mask: Sequence[bool] | None, num_blocks: int, width: int = 64) -> str:
+    """Draw a mask in at most `width` characters: all set, some set, none set.
+
+    Args:
+        mask: One bit per block; None means all set.
+        num_blocks: Blocks it covers.
+        width: Characters; every one stands for equally many blocks, the last for the rest.
+
+    >>> strip([False, False, True, True], 4), strip(None, 3)
+    ('..##', '###')
+    >>> strip([False, True] * 4 + [True] * 8, 16, width=4)
+    '++##'
+    """
+    if width < 1:
+        raise ArgumentError(f"`width` must be at least 1, got {width}")
+    step = max(1, -(-num_blocks // width))
+    cells = []
+    for start in range(0, num_blocks, step):
+        stop = min(start + step, num_blocks)
+        hits = stop - start if mask is None else sum(mask[start:stop])
+        cells.append(ALL if hits == stop - start else SOME if hits else NONE)
+    return "".join(cells)
+
+
+def explain(
+    coord: Coordinator,
+    num_tokens: int,
+    *,
+    start_token: int = 0,
+    num_prompt_tokens: int | None = None,
+    width: int = 64,
+) -> str:
+    """Draw the store, lookup and load mask of every group for a prefix of `num_tokens`.
+
+    Args:
+        coord: The groups.
+        num_tokens: Tokens; cut down to what a hit can be.
+        start_token: The store mask begins here.
+        num_prompt_tokens: Length of the prompt, for the replay boundaries of sparse retention;
+            None is `num_tokens`.
+        width: Characters per picture.
+    """
+    length = coord.align(num_tokens)
+    prompt = num_tokens if num_prompt_tokens is None else num_prompt_tokens
+    masks = {
+        "store": coord.store_mask(length, start_token, prompt),
+        "lookup": coord.lookup_mask(length),
+        "load": coord.load_mask(length),
+    }
+    retention = "dense" if coord.retention_interval is None else str(coord.retention_interval)
+    lines = [
+        f"{length} tokens, hash blocks of {coord.hash_block_size}, alignment {coord.alignment}, "
+        f"retention {retention}" + (", partial hits" if coord.partial_hits else ""),
+        f"{ALL} all blocks of a cell, {SOME} some, {NONE} none",
+    ]
+    for g, group in enumerate(coord.groups):
+        total = -(-length // group.block_size)
+        lines += ["", f"group {g}: {describe(group)}, {total} blocks"]
+        if not group.prefix_cacheable:
+            continue
+        for name, per_group in masks.items():
+            first = -(-start_token // group.block_size) if name == "store" else 0
+            mask, count = per_group[g], max(0, total - first)
+            used = count if mask is None else mask.count()
+            # What lies before a suffix mask is not stored again: drawn as none.
+            whole = [False] * first + (list(mask) if mask is not None else [True] * count)
+            picture = strip(whole, total, width)
+            lines.append(f"  {name:6} {picture}  {used} of {count}")
+    return "\n".join(lines)

@@ -1,0 +1,40 @@
+"""Fixtures shared by the tests. A real store is used where the machine has the master program."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+# Mooncake's client logs each set-up line by line; its errors stay.
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+
+from kvmask import mooncake
+
+
+@pytest.fixture(scope="session")
+def master() -> Iterator[mooncake.LocalMaster]:
+    """One Mooncake master for the whole run; skips where there is none to run."""
+    if mooncake.find_master() is None:
+        pytest.skip("no mooncake_master program on this machine")
+    try:
+        mooncake.import_store()
+    except ImportError as error:
+        pytest.skip(str(error))
+    with mooncake.local_master() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def session_store(master: mooncake.LocalMaster) -> Iterator[Any]:
+    """A connected store for the whole run: connecting and closing takes seconds."""
+    store = mooncake.connect(master)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def live_store(session_store: Any) -> Iterator[Any]:
+    """The connected store, emptied afterwards."""
+    yield session_store
+    session_store.remove_all(True)
