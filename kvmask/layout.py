@@ -375,10 +375,12 @@ def _prepare(
                 f" and {_show(ranges, home)}"
             )
         homes.append(home)
-    regions = _merge(list(zip(raw, homes, strict=True)), num_blocks)
-    if drop:
-        regions = _merge(_drop_contained(regions, num_blocks), num_blocks)
-    _check_overlaps(regions if drop else _drop_contained(regions, num_blocks), num_blocks)
+    given = list(zip(raw, homes, strict=True))
+    # Covered regions go first, lest one be merged into something that is only partly covered; what
+    # merging builds can cover more.
+    distinct = _drop_contained(_merge(_drop_contained(given, num_blocks), num_blocks), num_blocks)
+    _check_overlaps(distinct, num_blocks)
+    regions = _merge(distinct if drop else given, num_blocks)
     return [region for region, _ in regions], ranges
 
 
