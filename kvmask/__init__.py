@@ -1,12 +1,14 @@
 """The compiled hot path of a KV-cache offload connector: masks, keys, addresses, hits."""
 
 from kvmask import mooncake
-from kvmask._core import Bitset, BlockHashes
+from kvmask._core import Bitset, BlockHashes, HitHints
+from kvmask.block_plan import LoadResult, SaveResult
 from kvmask.coordinator import Coordinator, Hit
 from kvmask.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow
 from kvmask.keys import StrictKeys, VllmKeys
 from kvmask.layout import KVLayout
-from kvmask.plan import LoadPlan, LoadResult, LookupPlan, SavePlan, SaveResult
+from kvmask.memo import PresenceMemo
+from kvmask.plan import CostModel, LoadPlan, LookupPlan, SavePlan
 from kvmask.transfer import KVTransfer
 
 __all__ = [
@@ -14,14 +16,17 @@ __all__ = [
     "BlockHashes",
     "ChunkedLocal",
     "Coordinator",
+    "CostModel",
     "FullAttention",
     "Hit",
+    "HitHints",
     "KVLayout",
     "KVTransfer",
     "LoadPlan",
     "LoadResult",
     "LookupPlan",
     "Mamba",
+    "PresenceMemo",
     "SavePlan",
     "SaveResult",
     "SlidingWindow",

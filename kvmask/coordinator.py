@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvmask._core import MAX_SETS, MAX_TOKENS, Bitset, CoordinatorCore
 from kvmask.errors import AlignmentError, ArgumentError
@@ -26,13 +26,23 @@ class Hit:
             store; 0 when there is none. It differs from ``length`` only with partial hits.
         asked: Keys the lookup asked the store for.
         probes: Calls the lookup made.
+        present: Asked keys that the store has.
+        exact_keys: Keys that the ``exact`` strategy asks for the same request.
+        store_seconds: Time in the store's calls.
+        other_seconds: Time outside them.
+
+    Two hits are equal when their length, masks and tails are; the counters do not count.
     """
 
     length: int
     masks: tuple[Bitset, ...]
     tail_tokens: tuple[int, ...]
-    asked: int = 0
-    probes: int = 0
+    asked: int = field(default=0, compare=False)
+    probes: int = field(default=0, compare=False)
+    present: int = field(default=0, compare=False)
+    exact_keys: int = field(default=0, compare=False)
+    store_seconds: float = field(default=0.0, compare=False)
+    other_seconds: float = field(default=0.0, compare=False)
 
 
 def group_row(group: Group) -> tuple[str, int, int]:

@@ -232,7 +232,8 @@ class StrictKeys(KeySchema):
         for name, value in self.tags.items():
             check_text(name, "tags")
             check_text(value, "tags")
-        tags = ",".join(f"{escape(k, '=,')}={escape(v, '=,')}" for k, v in sorted(self.tags.items()))
+        pairs = sorted(self.tags.items())
+        tags = ",".join(f"{escape(k, '=,')}={escape(v, '=,')}" for k, v in pairs)
         prefix = (
             f"kvm1@{escape(self.model)}@{escape(self.namespace)}@{tags}@{fingerprint(self.facts)}"
             f"@tp{self.tp_rank}@pcp{self.pcp_rank}@dcp{self.dcp_rank}@pp{self.pp_rank}"

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol
 
-from kvmask.coordinator import Coordinator, Hit
-from kvmask.errors import ArgumentError, StoreError
-from kvmask.keys import KeySchema
-from kvmask.layout import KVLayout
-from kvmask.plan import (
+from kvmask._core import BlockHashes, HitHints
+from kvmask.block_plan import (
+    PIECES_PER_CALL,
     Hashes,
     Layouts,
-    LoadPlan,
     LoadResult,
-    LookupPlan,
-    SavePlan,
     SaveResult,
     Schemas,
     per_group,
 )
+from kvmask.coordinator import Coordinator, Hit
+from kvmask.errors import ArgumentError, StoreError
+from kvmask.keys import KeySchema
+from kvmask.layout import KVLayout
+from kvmask.memo import PresenceMemo
+from kvmask.metrics import TransferStats
+from kvmask.plan import DEFAULT_COSTS, CostModel, LoadPlan, LookupPlan, SavePlan
 
 # The code that a whole batch gets when the call itself raised.
 CALL_FAILED = -900
@@ -70,6 +74,15 @@ class KVTransfer:
         rank: This rank: its turn among those, and where its loads begin.
         replicate_config: Passed to every put when it is not None.
         staging: Bytes of the owner's staging buffer when the store has a disk tier.
+        max_pieces: Transport pieces (segments of at most 64 KiB) per put or get; the default fits
+            the queue of Mooncake's TCP transport, None makes one call of everything.
+        costs: What asking costs; it sets how much a staged lookup asks at once.
+        hints: Where earlier hits ended, so that most lookups take one call; None keeps none. The
+            default table takes 512 KiB.
+        memo: Keys not to be asked again for a short time; None (the default) asks every time.
+
+    Attributes:
+        stats: TransferStats, the counters of all lookups, saves and loads.
 
     Raises:
         ArgumentError: There is not one entry per group.
@@ -89,22 +102,31 @@ class KVTransfer:
         rank: int = 0,
         replicate_config: Any = None,
         staging: int | None = None,
+        max_pieces: int | None = PIECES_PER_CALL,
+        costs: CostModel = DEFAULT_COSTS,
+        hints: HitHints | bool | None = True,
+        memo: PresenceMemo | None = None,
     ) -> None:
         n = len(coord.groups)
         self.store = store
         self.coord = coord
-        self._schemas = per_group(schemas, KeySchema, "schemas", n)  # type: ignore[type-abstract]
+        self._schemas = per_group(schemas, KeySchema, "schemas", n)
         self._layouts = per_group(layouts, KVLayout, "layouts", n)
         self._lookup_schemas = (
             self._schemas
             if lookup_schemas is None
-            else per_group(lookup_schemas, KeySchema, "lookup_schemas", n)  # type: ignore[type-abstract]
+            else per_group(lookup_schemas, KeySchema, "lookup_schemas", n)
         )
         self._null_block = null_block
         self._put_steps = put_steps
         self._rank = rank
         self._put_config = () if replicate_config is None else (replicate_config,)
         self._staging = staging
+        self._max_pieces = max_pieces
+        self._costs = costs
+        self._hints = HitHints() if hints is True else hints or None
+        self._memo = memo
+        self.stats = TransferStats()
         self._registered: list[int] = []
         self._register()
 
@@ -140,28 +162,87 @@ class KVTransfer:
         self.close()
 
     def lookup(
-        self, hashes: Hashes, num_tokens: int, local_tokens: int = 0, strategy: str = "staged"
+        self,
+        hashes: Hashes,
+        num_tokens: int,
+        local_tokens: int = 0,
+        strategy: str = "staged",
+        *,
+        local_windows: bool = False,
     ) -> Hit:
         """How long the reusable prefix of a request is.
 
         Args:
             hashes: One digest per hash block.
             num_tokens: Tokens of the request; the last one is left to compute.
-            local_tokens: Tokens the engine holds itself.
+            local_tokens: Tokens the engine holds itself; a hit that does not reach past them is
+                none.
             strategy: ``"staged"`` or ``"exact"`` (see LookupPlan).
+            local_windows: The engine also holds the windows that end at ``local_tokens``.
 
         Returns:
-            Hit, with the number of keys and calls it took.
+            Hit, with its counters.
 
         Raises:
             StoreError: The store raised, or did not answer every key.
         """
+        started = time.perf_counter()
+        digests = hashes if isinstance(hashes, BlockHashes) else BlockHashes.from_list(hashes)
+        units = self.coord.hash_block_size, self.coord.alignment
+        hint = 0
+        if self._hints is not None and strategy == "staged":
+            hint = self._hints.predict(digests, *units, max(num_tokens - 1, 0))
         plan = LookupPlan(
-            self.coord, self._lookup_schemas, hashes, num_tokens, local_tokens, strategy
+            self.coord,
+            self._lookup_schemas,
+            digests,
+            num_tokens,
+            local_tokens,
+            strategy,
+            local_windows=local_windows,
+            hint=hint,
+            costs=self._costs,
         )
+        in_store = 0.0
         while keys := plan.next_keys():
-            plan.feed(self._exists(keys))
-        return plan.hit
+            answers, seconds = self._answers(keys)
+            in_store += seconds
+            plan.feed(answers)
+        hit = plan.hit
+        if self._hints is not None and hit.length:
+            self._hints.learn(digests, *units, hit.length)
+        total = time.perf_counter() - started
+        self.stats.add(
+            lookups=1,
+            asked_keys=hit.asked,
+            present_keys=hit.present,
+            exact_keys=hit.exact_keys,
+            probes=hit.probes,
+            hit_tokens=hit.length,
+            lookup_store_seconds=in_store,
+            lookup_other_seconds=total - in_store,
+        )
+        return replace(hit, store_seconds=in_store, other_seconds=total - in_store)
+
+    def _answers(self, keys: list[str]) -> tuple[Sequence[int], float]:
+        """Answers to a batch of keys, through the memo when there is one, and the store's time."""
+        if self._memo is None:
+            started = time.perf_counter()
+            answers = self._exists(keys)
+            return answers, time.perf_counter() - started
+        known = self._memo.known(keys)
+        unknown = [key for key, skip in zip(keys, known, strict=True) if not skip]
+        self.stats.add(memo_keys=len(keys) - len(unknown))
+        if not unknown:
+            return [1] * len(keys), 0.0
+        started = time.perf_counter()
+        given = list(self._exists(unknown))
+        seconds = time.perf_counter() - started
+        if len(given) != len(unknown):
+            return given, seconds  # the plan says what is wrong with it
+        self._memo.add(key for key, answer in zip(unknown, given, strict=True) if answer == 1)
+        rest = iter(given)
+        return [1 if skip else next(rest) for skip in known], seconds
 
     def _exists(self, keys: list[str]) -> Sequence[int]:
         try:
@@ -211,19 +292,40 @@ class KVTransfer:
             null_block=self._null_block,
             put_steps=self._put_steps,
             rank=self._rank,
+            max_pieces=self._max_pieces,
         )
         if plan.keys:
             plan.feed_exists(self._exists(plan.keys))
-        batch = plan.put_batch()
-        if batch is not None:
-            wait_for(event)
+        waited = False
+        while (batch := plan.next_batch()) is not None:
+            if not waited:
+                wait_for(event)
+                waited = True
             try:
                 codes = self.store.batch_put_from_multi_buffers(*batch, *self._put_config)
             except Exception:
                 plan.fail(CALL_FAILED)
             else:
-                plan.feed_puts(codes)
-        return plan.result
+                plan.feed(codes)
+        result = plan.result
+        self._saved(plan, hashes, result)
+        return result
+
+    def _saved(self, plan: SavePlan, hashes: Hashes, result: SaveResult) -> None:
+        self.stats.add(
+            saves=1,
+            stored_keys=result.stored,
+            stored_bytes=result.num_bytes,
+            save_present_keys=result.present,
+            save_failed_keys=len(result.failed),
+        )
+        if self._memo is not None:
+            failed = {f.key for f in result.failed}
+            self._memo.add(key for key in plan.keys if key not in failed)
+        if self._hints is not None and result.saved_tokens:
+            self._hints.learn(
+                hashes, self.coord.hash_block_size, self.coord.alignment, result.saved_tokens
+            )
 
     def load(
         self,
@@ -259,6 +361,7 @@ class KVTransfer:
             null_block=self._null_block,
             rotation=self._rank,
             staging=self._staging,
+            max_pieces=self._max_pieces,
         )
         if plan.keys:
             wait_for(event)
@@ -271,7 +374,16 @@ class KVTransfer:
                 plan.fail(CALL_FAILED)
             else:
                 plan.feed(results)
-        return plan.result
+        result = plan.result
+        self.stats.add(
+            loads=1,
+            loaded_keys=result.loaded,
+            loaded_bytes=result.num_bytes,
+            load_failed_keys=len(result.failed),
+        )
+        if self._memo is not None and result.failed:
+            self._memo.forget(f.key for f in result.failed)
+        return result
 
 
 def merge_ranges(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
