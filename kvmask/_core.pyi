@@ -1,7 +1,7 @@
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final, overload
+from typing import Any, Final, Self, overload
 
-from typing_extensions import Buffer, Self
+from typing_extensions import Buffer
 
 MAX_BITS: Final[int]
 GIL_MIN_BITS: Final[int]
