@@ -104,7 +104,7 @@ def random_groups(rng: random.Random, hash_block: int, partial: bool) -> list[An
             continue
         size = hash_block * rng.choice(scales)
         eagle = rng.random() < eagle_rate
-        kind = rng.choice("FFFWWWWM" + "C" * 3 * chunked)
+        kind = rng.choice(("FFFWWMMM" if partial else "FFFWWWWM") + "C" * 3 * chunked)
         if kind == "F":
             groups.append(FullAttention(block_size=size, eagle=eagle))
         elif kind == "W":
@@ -183,6 +183,11 @@ def random_case(seed: int, index: int) -> Case:
             units = shared[per_block - 1 :: per_block]
         else:
             units = random_units(rng, n)
+        scale = g.block_size // hash_block
+        if partial and scale > 1 and rng.random() < 0.5:
+            # As saves leave it: whole blocks, and the tail of some request inside one.
+            tail = rng.randrange(hash_blocks + 1)
+            units = [there and ((i + 1) % scale == 0 or i == tail) for i, there in enumerate(units)]
         present.append(units)
     retention = rng.choice(
         (
