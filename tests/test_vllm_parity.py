@@ -8,6 +8,7 @@ import random
 import warnings
 
 import pytest
+import vllm_cases
 import vllm_oracle
 
 from kvmask import BlockHashes, Coordinator, FullAttention, SlidingWindow, VllmKeys
@@ -40,7 +41,7 @@ def test_the_cases_reach_every_rule(engine):
         ("hit", "cut hit", "sub-block", "redirect", "merged", "sparse", "ring", "eagle"), 0
     )
     for i in range(1500):
-        case = vllm_oracle.random_case(11, i)
+        case = vllm_cases.random_case(11, i)
         theirs = vllm_oracle.EngineCoordinator(case)
         hit, boundaries, _ = theirs.lookup()
         sizes = [g.block_size for g in case.groups if g.prefix_cacheable]
@@ -75,7 +76,7 @@ def test_a_real_shape(engine, num_tokens, density):
         tuple(rng.random() < density for _ in range(num_tokens // g.block_size)) for g in DEEPSEEK
     )
     aligned = num_tokens // 256 * 256
-    case = vllm_oracle.Case(
+    case = vllm_cases.Case(
         groups=DEEPSEEK,
         hash_block_size=4,
         alignment=None,
@@ -104,16 +105,14 @@ def test_key_prefixes_and_keys_are_byte_equal(engine):
     for _ in range(500):
         model = rng.choice(TEXTS[1:])
         prefix, namespace = rng.choice(TEXTS), rng.choice(("", "@store_tp:4@store_pp:1", "n"))
-        ranks = dict(
-            tp_rank=rng.randrange(20),
-            pcp_rank=rng.randrange(3),
-            dcp_rank=rng.randrange(9),
-            pp_rank=rng.randrange(12),
-            group_id=rng.randrange(11),
-        )
-        metadata = data.KeyMetadata(
-            model, **ranks, cache_prefix=prefix, store_namespace=namespace
-        )
+        ranks = {
+            "tp_rank": rng.randrange(20),
+            "pcp_rank": rng.randrange(3),
+            "dcp_rank": rng.randrange(9),
+            "pp_rank": rng.randrange(12),
+            "group_id": rng.randrange(11),
+        }
+        metadata = data.KeyMetadata(model, **ranks, cache_prefix=prefix, store_namespace=namespace)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the format is ambiguous for some of these
             schema = VllmKeys(model=model, cache_prefix=prefix, namespace=namespace, **ranks)
@@ -157,9 +156,21 @@ def test_every_window_near_a_block(engine, window):
         groups = (FullAttention(64), SlidingWindow(16, window=window, eagle=eagle))
         ours = Coordinator(groups, 16)
         for num_tokens in (0, 64, 128, 320):
-            case = vllm_oracle.Case(
-                groups, 16, None, None, False, num_tokens // 16, ((), ()),
-                num_tokens, num_tokens, num_tokens, num_tokens, 0, None, (1, 1),
+            case = vllm_cases.Case(
+                groups,
+                16,
+                None,
+                None,
+                False,
+                num_tokens // 16,
+                ((), ()),
+                num_tokens,
+                num_tokens,
+                num_tokens,
+                num_tokens,
+                0,
+                None,
+                (1, 1),
             )
             theirs = vllm_oracle.EngineCoordinator(case)
             assert vllm_oracle.plain(ours.load_mask(num_tokens)) == theirs.load_mask()
