@@ -82,7 +82,8 @@ def groups(draw: Any, hash_block: int, scales: tuple[int, ...]) -> Any:
     kind = draw(st.sampled_from((FullAttention, SlidingWindow, SlidingWindow, ChunkedLocal, Mamba)))
     cacheable = draw(st.sampled_from((True,) * 9 + (False,)))
     eagle = kind is not ChunkedLocal and draw(st.sampled_from((False, False, True)))
-    common = dict(prefix_cacheable=cacheable, eagle=eagle, spec=draw(st.sampled_from((None, "x"))))
+    spec = draw(st.sampled_from((None, "x")))
+    common = {"prefix_cacheable": cacheable, "eagle": eagle, "spec": spec}
     if kind is SlidingWindow:
         # Windows that end on, before and after a block; some cover more than a word of blocks.
         blocks = draw(st.sampled_from((0, 0, 1, 1, 2, 3, 7, 63, 64, 65)))
@@ -108,8 +109,7 @@ def configs(draw: Any) -> Config:
         chosen[0] = replace(chosen[0], prefix_cacheable=True)
     # A scratch group's size has to divide nothing.
     chosen = [
-        g if g.prefix_cacheable else replace(g, block_size=draw(st.integers(1, 40)))
-        for g in chosen
+        g if g.prefix_cacheable else replace(g, block_size=draw(st.integers(1, 40))) for g in chosen
     ]
     common = math.lcm(*(g.block_size for g in chosen if g.prefix_cacheable))
     alignment = draw(st.sampled_from((None, None, common, 2 * common, 3 * common)))
@@ -127,11 +127,7 @@ def configs(draw: Any) -> Config:
 
 def token_counts(config: Config, aligned: bool = False) -> st.SearchStrategy[int]:
     """Lengths whose blocks straddle word edges in some group, or lie near the alignment."""
-    edges = [
-        edge * g.block_size
-        for g in config.cacheable
-        for edge in (1, 63, 64, 65, 128, 129)
-    ]
+    edges = [edge * g.block_size for g in config.cacheable for edge in (1, 63, 64, 65, 128, 129)]
     near = st.one_of(
         st.builds(lambda k, d: max(0, k * config.unit + d), st.integers(0, 6), st.integers(-1, 1)),
         st.builds(lambda e, d: max(0, e + d), st.sampled_from(edges), st.integers(-1, 1)),

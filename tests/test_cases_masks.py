@@ -197,8 +197,17 @@ def test_b22_chunked_local_attention_at_a_chunk_edge():
 
 @pytest.mark.parametrize(
     ("window", "blocks"),
-    [(1, "7"), (2, "7"), (16, "7"), (17, "7"), (18, "6-7"), (32, "6-7"), (33, "6-7"), (34, "5-7"),
-     (48, "5-7")],
+    [
+        (1, "7"),
+        (2, "7"),
+        (16, "7"),
+        (17, "7"),
+        (18, "6-7"),
+        (32, "6-7"),
+        (33, "6-7"),
+        (34, "5-7"),
+        (48, "5-7"),
+    ],
 )
 def test_b23_window_edges(window, blocks):
     coord = Coordinator([SlidingWindow(16, window=window)], 16)

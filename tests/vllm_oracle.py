@@ -2,27 +2,23 @@
 
     python tests/vllm_oracle.py --cases 100000 --seed 1 [--subject core|reference] [--jobs N]
 
-Prints the seed, the number of cases and every difference (the first few in full); exit status 0 only
-without one. Case `i` of seed `s` is always the same case: `--first i --cases 1` runs it alone.
+Prints the seed, the number of cases, how many differ and the first few of those in full; the exit
+status is 0 only without one. Case `i` of a seed is always the same (`--first i --cases 1`).
 
-Each case has one to five groups of all kinds (EAGLE, groups that merge, groups that differ in their
-tensors only, rings that are not prefix-cacheable), an alignment, a retention interval, maybe hits
-inside blocks, a random presence, and lengths near its edges. Compared are the store masks (whole
-and from a start token, with and without states), lookup masks, load masks, the hit search (length
-and masks), and the worker's whole lookup with its tail boundaries and, for the core, its keys.
+Compared are the store masks (from a start token, with and without states), lookup masks, load
+masks, the hit search (length and masks), and the worker's whole lookup with its tail boundaries
+and, for the core, its keys.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import math
 import multiprocessing
-import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,186 +26,9 @@ if __name__ == "__main__":  # as a script: the package may not be installed
     sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
 from reference import ReferenceCoordinator, ceil_div
+from vllm_cases import Case, random_case
 
 from kvmask.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow
-
-WORD_EDGES = (63, 64, 65, 127, 128, 129)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One configuration, one request and one state of the store."""
-
-    groups: tuple[Any, ...]
-    hash_block_size: int
-    alignment: int | None
-    retention: int | None
-    partial: bool
-    hash_blocks: int
-    present: tuple[tuple[bool, ...], ...]
-    num_tokens: int  # of the request: need not be aligned
-    max_length: int
-    load_tokens: int
-    store_tokens: int
-    start_token: int
-    num_prompt_tokens: int | None
-    ranks: tuple[int, ...]
-    """How many rank namespaces hold each group's blocks."""
-
-    @property
-    def coordinator_args(self) -> tuple[Any, ...]:
-        return self.groups, self.hash_block_size, self.alignment, self.retention, self.partial
-
-    @property
-    def effective_alignment(self) -> int:
-        sizes = [g.block_size for g in self.groups if g.prefix_cacheable]
-        return self.alignment or math.lcm(*sizes)
-
-    @property
-    def unit(self) -> int:
-        return self.hash_block_size if self.partial else self.effective_alignment
-
-    def per_block(self, group: int) -> int:
-        """Digests per entry of `present` in this group."""
-        return 1 if self.partial else self.groups[group].block_size // self.hash_block_size
-
-
-# --- random cases ----------------------------------------------------------------------------
-
-
-def near(rng: random.Random, unit: int, high: int) -> int:
-    """A length in [0, high], most often on or beside a multiple of `unit`."""
-    if rng.random() < 0.2:
-        return rng.randint(0, high)
-    value = rng.randint(0, high // unit) * unit + rng.choice((0, 0, -1, 1))
-    return min(max(value, 0), high)
-
-
-def random_window(rng: random.Random, size: int) -> int:
-    """Windows beside whole numbers of blocks, one token included."""
-    return max(1, rng.choice((0, 1, 1, 2, 2, 3, 4, 7, 9)) * size + rng.choice((-1, 0, 1, 1, 2)))
-
-
-def random_groups(rng: random.Random, hash_block: int, partial: bool) -> list[Any]:
-    scales = rng.choice(((1,), (1, 2), (1, 2, 4), (1, 2, 4, 8), (1, 2, 3), (2, 3, 4), (6,)))
-    eagle_rate = rng.choice((0, 0, 0.5, 1))
-    chunked = rng.random() < 0.2
-    groups: list[Any] = []
-    for _ in range(rng.choice((1, 1, 2, 2, 2, 3, 3, 4, 5))):
-        if groups and rng.random() < 0.25:
-            twin, eagle = rng.choice(groups), rng.random() < eagle_rate
-            groups.append(replace(twin, eagle=eagle and not isinstance(twin, ChunkedLocal)))
-            if rng.random() < 0.2:
-                groups[-1] = replace(groups[-1], spec=rng.randint(1, 2))
-            continue
-        size = hash_block * rng.choice(scales)
-        eagle = rng.random() < eagle_rate
-        kind = rng.choice("FFFWWWWM" + "C" * 3 * chunked)
-        if kind == "F":
-            groups.append(FullAttention(block_size=size, eagle=eagle))
-        elif kind == "W":
-            window = random_window(rng, size)
-            groups.append(SlidingWindow(block_size=size, window=window, eagle=eagle))
-        elif kind == "M":
-            groups.append(Mamba(block_size=size, eagle=eagle))
-        else:
-            # The engine asks for block size == alignment of hits, so the sizes of the others must
-            # divide it (settled below).
-            chunk = rng.choice((1, 2, 3, 5)) * hash_block * max(scales) + rng.choice((0, 0, 1))
-            groups.append(ChunkedLocal(block_size=size, chunk_size=chunk))
-    if any(isinstance(g, ChunkedLocal) for g in groups):
-        size = hash_block if partial else math.lcm(*(g.block_size for g in groups))
-        groups = [
-            replace(g, block_size=size) if isinstance(g, ChunkedLocal) else g for g in groups
-        ]
-    for i in range(len(groups)):
-        if len(groups) > 1 and rng.random() < 0.06:
-            ring = FullAttention(block_size=rng.randint(1, 9), prefix_cacheable=False)
-            others = groups[:i] + groups[i + 1 :]
-            if any(g.prefix_cacheable for g in others):
-                groups[i] = ring
-    return groups
-
-
-def random_units(rng: random.Random, n: int) -> list[bool]:
-    """Presence of n blocks: all, none, a prefix, or holes; sometimes a list that ends early."""
-    kind = rng.random()
-    if kind < 0.2:
-        units = [True] * n
-    elif kind < 0.25:
-        units = [False] * n
-    elif kind < 0.45:
-        units = [i < (n and rng.randrange(n + 1)) for i in range(n)]
-    else:
-        density = rng.choice((0.3, 0.6, 0.9, 0.97))
-        units = [rng.random() < density for _ in range(n)]
-    if rng.random() < 0.1:
-        del units[rng.randint(0, n) :]
-    return units
-
-
-def random_case(seed: int, index: int) -> Case:
-    rng = random.Random(f"{seed}/{index}")
-    hash_block = rng.choice((1, 2, 4, 5, 16))
-    partial = rng.random() < 0.35
-    groups = random_groups(rng, hash_block, partial)
-    cacheable = [g.block_size for g in groups if g.prefix_cacheable]
-    alignment = math.lcm(*cacheable)
-    given: int | None = None
-    if not any(isinstance(g, ChunkedLocal) for g in groups):
-        given = rng.choice((None, None, alignment, alignment * rng.choice((2, 3))))
-        alignment = given or alignment
-    if rng.random() < 0.15:
-        hash_blocks = rng.choice(WORD_EDGES) * rng.choice(cacheable) // hash_block
-        hash_blocks = min(hash_blocks, 520)
-    else:
-        hash_blocks = rng.randint(0, 5 * alignment // hash_block + 2)
-        hash_blocks = min(hash_blocks, rng.choice((12, 40, 80)))
-    tokens = hash_blocks * hash_block
-    unit = hash_block if partial else alignment
-    present = []
-    same = rng.random() < 0.5
-    everything = rng.random() < 0.1
-    shared = random_units(rng, hash_blocks)
-    for g in groups:
-        if not g.prefix_cacheable:
-            present.append(random_units(rng, hash_blocks))
-            continue
-        per_block = 1 if partial else g.block_size // hash_block
-        n = hash_blocks // per_block
-        if everything:
-            units = [True] * n
-        elif same and rng.random() < 0.7:
-            units = shared[per_block - 1 :: per_block]
-        else:
-            units = random_units(rng, n)
-        present.append(units)
-    retention = rng.choice(
-        (
-            *(None, None, 0, 0),
-            alignment * rng.randint(1, 4),
-            rng.choice(cacheable) * rng.randint(1, 5),
-            rng.randint(1, 3 * alignment),
-        )
-    )
-    prompt = None if rng.random() < 0.3 else max(1, near(rng, alignment, tokens + alignment))
-    return Case(
-        groups=tuple(groups),
-        hash_block_size=hash_block,
-        alignment=given,
-        retention=retention,
-        partial=partial,
-        hash_blocks=hash_blocks,
-        present=tuple(tuple(units) for units in present),
-        num_tokens=near(rng, unit, tokens + hash_block - 1),
-        max_length=near(rng, unit, tokens),
-        load_tokens=near(rng, unit, tokens) // hash_block * hash_block,
-        store_tokens=near(rng, unit, tokens) // unit * unit,
-        start_token=rng.choice((0, near(rng, rng.choice(cacheable), tokens))),
-        num_prompt_tokens=prompt,
-        ranks=tuple(rng.choice((1, 1, 2, 3)) for _ in groups),
-    )
-
 
 # --- the engine's side -----------------------------------------------------------------------
 
@@ -236,7 +55,7 @@ def engine() -> Any:
 def engine_spec(group: Any) -> Any:
     e = engine()
     tag = group.spec or 0
-    attention = dict(num_kv_heads=1, head_size=8 * (tag + 1), dtype=e.torch.float16)
+    attention = {"num_kv_heads": 1, "head_size": 8 * (tag + 1), "dtype": e.torch.float16}
     size = group.block_size
     if not group.prefix_cacheable:
         return e.specs.CircularBufferSpec(block_size=size, **attention)
@@ -314,8 +133,7 @@ class EngineCoordinator:
         c = self.case
         if not states:
             return self.coord.store_mask(c.store_tokens, c.start_token, c.num_prompt_tokens)
-        boundaries_of = self.coord._reachable_masks
-        return boundaries_of(
+        return self.coord._reachable_masks(
             c.store_tokens,
             c.start_token,
             retention_interval=c.retention,
@@ -329,9 +147,7 @@ class EngineCoordinator:
         return self.coord.load_mask(self.hashes, self.case.load_tokens)
 
     def find_hit(self) -> tuple[int, tuple[Any, ...]]:
-        pool = engine().coordinator.ExternalCachedBlockPool(
-            self.case.hash_block_size, self.exists
-        )
+        pool = engine().coordinator.ExternalCachedBlockPool(self.case.hash_block_size, self.exists)
         masks, hit = self.coord.find_longest_cache_hit(self.hashes, self.case.max_length, pool)
         return hit, masks
 
@@ -390,11 +206,7 @@ def plain(masks: Any) -> tuple[list[bool] | None, ...]:
 
 
 def without_rings(case: Case, masks: Any) -> tuple[list[bool] | None, ...]:
-    return tuple(
-        m
-        for m, g in zip(plain(masks), case.groups, strict=True)
-        if g.prefix_cacheable
-    )
+    return tuple(m for m, g in zip(plain(masks), case.groups, strict=True) if g.prefix_cacheable)
 
 
 def as_lists(present: Any) -> Any:
@@ -431,9 +243,7 @@ def differences(case: Case, subject: str) -> Iterator[tuple[str, Any, Any]]:
     theirs, ours = EngineCoordinator(case), other.make(*case.coordinator_args)
 
     for states in (False, True):
-        mask = ours.store_mask(
-            case.store_tokens, case.start_token, case.num_prompt_tokens, states
-        )
+        mask = ours.store_mask(case.store_tokens, case.start_token, case.num_prompt_tokens, states)
         pair = without_rings(case, theirs.store_mask(states)), without_rings(case, mask)
         if pair[0] != pair[1]:
             yield f"store_mask states={states}", *pair
@@ -533,7 +343,9 @@ def run_range(task: tuple[int, int, int, str]) -> list[tuple[int, str]]:
     return bad
 
 
-def run(cases: int, seed: int, subject: str, jobs: int = 1, first: int = 0) -> list[tuple[int, str]]:
+def run(
+    cases: int, seed: int, subject: str, jobs: int = 1, first: int = 0
+) -> list[tuple[int, str]]:
     """Runs the cases and returns those that differ."""
     step = 500
     last = first + cases

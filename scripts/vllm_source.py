@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+"""Unpack the source archive of a vLLM release, with its tests.
+
+    scripts/vllm_source.py VERSION FOLDER      prints FOLDER/vllm-VERSION
+
+The archive comes from the index that pip is configured for, through pip's own finder: `pip
+download` would also build the package's metadata, which takes a compiler and minutes. Nothing is
+built or installed here. A folder that is already complete is left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+VERSIONS_FILE = Path(__file__).with_name("vllm_versions.sh")
+
+
+def pinned() -> dict[str, str]:
+    """The names and values of vllm_versions.sh."""
+    lines = VERSIONS_FILE.read_text().splitlines()
+    pairs = (line.partition("=") for line in lines if line and not line.startswith("#"))
+    return {name: value.strip('"') for name, _, value in pairs}
+
+
+def download(version: str, folder: str) -> Path:
+    """Fetch the source archive of one release into a folder."""
+    from pip._internal.commands import create_command
+    from pip._internal.models.target_python import TargetPython
+    from pip._internal.network.download import Downloader
+
+    pip = create_command("download")
+    options, _ = pip.parse_args(["--no-binary", ":all:", "--no-deps", f"vllm=={version}"])
+    with pip.main_context():
+        session = pip.get_default_session(options)
+        finder = pip._build_package_finder(
+            options=options, session=session, target_python=TargetPython()
+        )
+        candidates = finder.find_all_candidates("vllm")
+        links = [c.link for c in candidates if str(c.version) == version and not c.link.is_wheel]
+        if not links:
+            raise SystemExit(f"the configured index has no source archive of vLLM {version}")
+        # The retry count became an argument in a later pip.
+        try:
+            downloader = Downloader(session, "off", options.resume_retries)
+        except (AttributeError, TypeError):
+            downloader = Downloader(session, "off")
+        archive, _ = downloader(links[0], folder)
+    return Path(archive)
+
+
+def source(version: str, folder: Path) -> Path:
+    """Folder with the unpacked release, fetched when it is not there yet."""
+    target = folder / f"vllm-{version}"
+    if (target / "tests").is_dir() and (target / "vllm").is_dir():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    # Unpacked beside the target and then renamed: an interrupted run leaves nothing half done.
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        with tarfile.open(download(version, work)) as archive:
+            archive.extractall(work, filter="data")
+        (Path(work) / target.name).rename(target)
+    return target
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("version", choices=pinned()["VLLM_SOURCES"].split())
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    print(source(args.version, args.folder))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
