@@ -77,7 +77,7 @@ def make_groups(given: Sequence[tuple[str, list[int]]], eagle: Sequence[int] | N
     groups = []
     for g, (kind, numbers) in enumerate(given):
         flag = eagle is not None and (g in eagle if eagle else kind != "mamba")
-        groups.append(makers[kind](*numbers, eagle=flag))  # type: ignore[operator]
+        groups.append(makers[kind](*numbers, eagle=flag))
     return groups
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from kvmask import mooncake
 from kvmask.coordinator import Coordinator, Hit
-from kvmask.errors import MissingDependencyError
+from kvmask.errors import AlignmentError, MissingDependencyError
 from kvmask.explain import describe
 from kvmask.groups import FullAttention, Group, SlidingWindow
 from kvmask.hashes import hash_tokens
@@ -252,7 +252,10 @@ def run(
         say: Takes the lines that are printed.
     """
     coord = Coordinator(GROUPS, hash_block_size=HASH_BLOCK)
-    num_tokens = coord.align(num_tokens)
+    if num_tokens < coord.alignment or num_tokens % coord.alignment:
+        raise AlignmentError(
+            f"`tokens` must be a positive multiple of {coord.alignment}, got {num_tokens}"
+        )
     tensors = Memory(memory)
     blocks = [num_tokens // g.block_size for g in coord.groups]
     tokens = random.Random(7).choices(range(129_280), k=num_tokens + 1)

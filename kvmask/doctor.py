@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from kvmask import mooncake
-from kvmask.errors import KVMaskError
+from kvmask.errors import KVMaskError, StoreError
 
 LIBRARIES = ("libibverbs.so.1", "librdmacm.so.1", "libnuma.so.1")
 DISTRIBUTIONS = (
@@ -93,7 +93,7 @@ def round_trip(store: Any) -> str:
         _expect("exists", store.batch_is_exist([key, key + "/absent"]), [1, 0])
         _expect("get", store.batch_get_into_multi_buffers([key], [[there]], [[SIZE]]), [SIZE])
         if source.raw != target.raw:
-            raise mooncake.StoreError(f"get must return the bytes that were put, key {key}")
+            raise StoreError(f"get must return the bytes that were put, key {key}")
     finally:
         for address in registered:
             store.unregister_buffer(address)
@@ -104,7 +104,7 @@ def _expect(call: str, answer: Any, right: Any) -> None:
     if answer != right:
         code = answer[0] if isinstance(answer, list) and answer else answer
         name = mooncake.code_name(code) if isinstance(code, int) and code < 0 else ""
-        raise mooncake.StoreError(
+        raise StoreError(
             f"{call} must answer {right}, got {answer} {name}".rstrip(),
             code if isinstance(code, int) else None,
         )

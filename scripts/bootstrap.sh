@@ -91,10 +91,10 @@ version=$("$py" -c 'import sys; print(sys.version)')
 wanted=$(digest requirements*.txt <(echo "$version $requirements"))
 if ! done_before "$venv/.stamp-$kind" "$wanted"; then
     say "installing $requirements"
-    "$py" -m pip install -q --disable-pip-version-check -r "$requirements" </dev/null
+    "$py" -m pip install -qq --disable-pip-version-check -r "$requirements" </dev/null
     if [ "$kind" = vllm ]; then
         # Their builds on the index do not load beside the CPU torch, and nothing here needs them.
-        "$py" -m pip uninstall -q -y torchvision torchaudio torchcodec </dev/null || true
+        "$py" -m pip uninstall -qq -y torchvision torchaudio torchcodec </dev/null || true
     fi
     echo "$wanted" >"$venv/.stamp-$kind"
 fi
@@ -107,7 +107,7 @@ suffix=$("$py" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"
 if ! done_before "$venv/.stamp-build" "$wanted" || [ ! -f "kvmask/_core$suffix" ]; then
     say "building kvmask"
     "$py" setup.py -q build_ext --inplace >build/build.log 2>&1 &&
-        "$py" -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e . \
+        "$py" -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps -e . \
             </dev/null >>build/build.log 2>&1 || {
         tail -n 40 build/build.log >&2
         fail "the build failed; the whole log is in build/build.log"
