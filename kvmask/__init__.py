@@ -4,6 +4,7 @@ from kvmask import mooncake
 from kvmask._core import Bitset, BlockHashes
 from kvmask.coordinator import Coordinator, Hit
 from kvmask.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow
+from kvmask.hashes import BlockHasher, hash_tokens
 from kvmask.keys import StrictKeys, VllmKeys
 from kvmask.layout import KVLayout
 from kvmask.plan import LoadPlan, LoadResult, LookupPlan, SavePlan, SaveResult
@@ -11,6 +12,7 @@ from kvmask.transfer import KVTransfer
 
 __all__ = [
     "Bitset",
+    "BlockHasher",
     "BlockHashes",
     "ChunkedLocal",
     "Coordinator",
@@ -27,6 +29,7 @@ __all__ = [
     "SlidingWindow",
     "StrictKeys",
     "VllmKeys",
+    "hash_tokens",
     "mooncake",
 ]
 __version__ = "0.1.0"
