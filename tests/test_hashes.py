@@ -2,6 +2,7 @@
 
 import array
 import hashlib
+import os
 import pickle
 import random
 import subprocess
@@ -346,7 +347,8 @@ class TestArguments:
         for seed in ("1", "2"):
             done = subprocess.run(
                 [sys.executable, "-c", code],
-                env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(p for p in sys.path if p)},
+                env=os.environ
+                | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
                 capture_output=True,
                 text=True,
                 check=True,
