@@ -54,6 +54,7 @@ cdef extern from "Python.h":
 cdef extern from "digest.h" nogil:
     const int KM_PICKLE
     const int KM_CBOR
+    const int KM_PAGES
     const int KM_NO_DIGEST
     const int KM_SHA256
     const int KM_SHA256_EVP
@@ -107,6 +108,7 @@ cdef int64_t c_call_step = 1 << 11
 
 ENCODING_PICKLE = KM_PICKLE
 ENCODING_CBOR = KM_CBOR
+ENCODING_PAGES = KM_PAGES
 
 
 cdef int token_error(object value, int64_t i) except -1:
@@ -339,12 +341,19 @@ cdef class Digest:
         return out[:self.d.size]
 
 
+cdef int check_parent(bytes parent, int encoding) except -1:
+    cdef Py_ssize_t least = 0 if encoding == KM_PAGES else 1
+    if not least <= len(parent) <= 255:
+        raise ArgumentError(f"`parent` must have from {least} to 255 bytes, got {len(parent)}")
+    return 0
+
+
 def serialise_block(int encoding, bytes parent not None, token_ids, bytes extra=None):
     """The bytes that are hashed for one block.
 
     Args:
-        encoding: ENCODING_PICKLE or ENCODING_CBOR.
-        parent: Digest of the block before, 1 to 255 bytes.
+        encoding: ENCODING_PICKLE, ENCODING_CBOR or ENCODING_PAGES.
+        parent: Digest of the block before, 1 to 255 bytes; for pages it may be empty.
         token_ids: At least one token id, as TokenIds takes them.
         extra: The serialised extra keys; None stands for None.
 
@@ -353,8 +362,7 @@ def serialise_block(int encoding, bytes parent not None, token_ids, bytes extra=
     """
     cdef TokenIds ids = token_ids if isinstance(token_ids, TokenIds) else TokenIds(token_ids)
     cdef Chain chain = Chain(ids, ids.n, encoding, None, [extra])
-    if not 1 <= len(parent) <= 255:
-        raise ArgumentError(f"`parent` must have from 1 to 255 bytes, got {len(parent)}")
+    check_parent(parent, encoding)
     return chain.serialise(0, parent)
 
 
@@ -393,6 +401,8 @@ cdef class Chain:
         self.c.encoding = encoding
         self.c.block_size = block_size
         if extras is not None:
+            if encoding == KM_PAGES and extras != [None] * self.n:
+                raise ArgumentError("pages have no extra keys")
             if len(extras) != self.n:
                 raise ArgumentError(
                     "`extra_keys` must have one entry per full block, "
@@ -480,9 +490,9 @@ def hash_chain(token_ids, int64_t block_size, int encoding, digest, bytes parent
     Args:
         token_ids: As TokenIds takes them.
         block_size: Tokens per block.
-        encoding: ENCODING_PICKLE or ENCODING_CBOR.
+        encoding: ENCODING_PICKLE, ENCODING_CBOR or ENCODING_PAGES.
         digest: Digest, or a callable from bytes to bytes (slower; needs the GIL throughout).
-        parent: Digest to continue from, 1 to 255 bytes.
+        parent: Digest to continue from, 1 to 255 bytes; for pages it may be empty.
         extras: Serialised extra keys, one bytes or None per full block.
 
     Returns:
@@ -494,6 +504,5 @@ def hash_chain(token_ids, int64_t block_size, int encoding, digest, bytes parent
     cdef TokenIds ids = token_ids if isinstance(token_ids, TokenIds) else TokenIds(token_ids)
     cdef bint native = isinstance(digest, Digest)
     cdef Chain chain = Chain(ids, block_size, encoding, digest if native else None, extras)
-    if not 1 <= len(parent) <= 255:
-        raise ArgumentError(f"`parent` must have from 1 to 255 bytes, got {len(parent)}")
+    check_parent(parent, encoding)
     return chain.run(parent) if native else chain.run_calls(digest, parent)

@@ -17,6 +17,11 @@
  *     <head 40> <parent>        byte string
  *     <head 80> tokens          array of shortest unsigned integers
  *     extra                     f6 (null), or the caller's bytes
+ *
+ * Pages, as SGLang's HiCache hashes them; there are no extra keys:
+ *     <parent>                  absent for the first page
+ *     tokens                    4 bytes each, little endian; when one of the page needs more:
+ *                               ff, then 8 bytes each
  */
 #ifndef KM_SERIAL_H
 #define KM_SERIAL_H
@@ -33,7 +38,7 @@
    eight-byte stores of a token need. */
 #define KM_SERIAL_FIXED 96
 
-enum km_encoding { KM_PICKLE, KM_CBOR };
+enum km_encoding { KM_PICKLE, KM_CBOR, KM_PAGES };
 
 /* Token ids as they lie in the caller's memory: 4- or 8-byte signed integers, `stride` bytes
    apart (negative for a reversed view). */
@@ -248,6 +253,26 @@ static inline size_t km_cbor_block(uint8_t *out, const uint8_t *parent, size_t p
     return (size_t)(p - out);
 }
 
+static inline size_t km_page_block(uint8_t *out, const uint8_t *parent, size_t parent_size,
+                                   const int64_t *tokens, int64_t n) {
+    uint8_t *p = out + parent_size;
+    uint64_t all = 0;
+
+    memcpy(out, parent, parent_size);
+    for (int64_t i = 0; i < n; i++)
+        all |= (uint64_t)tokens[i];
+    if (all >> 32) {
+        *p++ = 0xff;
+        for (int64_t i = 0; i < n; i++, p += 8)
+            km_store_le(p, (uint64_t)tokens[i]);
+    } else {
+        /* Each store writes four bytes too many, which the next one or nobody reads. */
+        for (int64_t i = 0; i < n; i++, p += 4)
+            km_store_le(p, (uint64_t)tokens[i]);
+    }
+    return (size_t)(p - out);
+}
+
 /* Whether a block may need a second pickle frame; then `extra` must be None, because where frames
    end inside it depends on objects that are not known here. */
 static inline bool km_may_split(int64_t n, size_t parent_size, size_t extra_size) {
@@ -258,7 +283,10 @@ static inline bool km_may_split(int64_t n, size_t parent_size, size_t extra_size
 static inline size_t km_serialise(int encoding, uint8_t *out, const uint8_t *parent,
                                   size_t parent_size, const int64_t *tokens, int64_t n,
                                   const uint8_t *extra, size_t extra_size) {
-    assert(n >= 1 && parent_size >= 1 && parent_size <= 255);
+    assert(n >= 1 && parent_size <= 255);
+    if (encoding == KM_PAGES)
+        return km_page_block(out, parent, parent_size, tokens, n);
+    assert(parent_size >= 1);
     if (encoding == KM_CBOR)
         return km_cbor_block(out, parent, parent_size, tokens, n, extra, extra_size);
     if (!km_may_split(n, parent_size, extra_size))
