@@ -47,6 +47,7 @@ core = Extension(
     depends=depends,
     extra_compile_args=compile_args,
     extra_link_args=link_args,
+    libraries=["dl"],
 )
 
 setup(

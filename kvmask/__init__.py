@@ -5,6 +5,7 @@ from kvmask._core import Bitset, BlockHashes, HitHints
 from kvmask.block_plan import LoadResult, SaveResult
 from kvmask.coordinator import Coordinator, Hit
 from kvmask.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow
+from kvmask.hashes import BlockHasher, hash_tokens
 from kvmask.keys import StrictKeys, VllmKeys
 from kvmask.layout import KVLayout
 from kvmask.memo import PresenceMemo
@@ -13,6 +14,7 @@ from kvmask.transfer import KVTransfer
 
 __all__ = [
     "Bitset",
+    "BlockHasher",
     "BlockHashes",
     "ChunkedLocal",
     "Coordinator",
@@ -32,6 +34,7 @@ __all__ = [
     "SlidingWindow",
     "StrictKeys",
     "VllmKeys",
+    "hash_tokens",
     "mooncake",
 ]
 __version__ = "0.1.0"

@@ -102,6 +102,7 @@ cdef class BlockHashes:
 cdef class KeyBuilder:
     cdef readonly str prefix
     cdef readonly str suffix
+    cdef readonly bint strip
     cdef bytes head
     cdef bytes tail
     cdef bint ascii

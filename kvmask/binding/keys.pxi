@@ -10,36 +10,59 @@ cdef extern from "hex.h" nogil:
     void km_hex(const unsigned char *data, int64_t n, char *out)
 
 
+cdef const char *HEX_DIGITS = "0123456789abcdef"
+
+
 cdef class KeyBuilder:
     """Keys of one namespace: ``prefix`` + lower-case hex of a digest + ``suffix``.
 
     Args:
         prefix: Text before the digest, its separator included.
         suffix: Text after it.
+        strip: Whether the digest is written as a number, without leading zeros.
     """
 
-    def __cinit__(self, str prefix not None, str suffix not None=""):
+    def __cinit__(self, str prefix not None, str suffix not None="", bint strip=False):
         self.prefix = prefix
         self.suffix = suffix
+        self.strip = strip
         self.ascii = prefix.isascii() and suffix.isascii()
         self.head = prefix.encode("ascii") if self.ascii else b""
         self.tail = suffix.encode("ascii") if self.ascii else b""
 
     def __reduce__(self):
-        return KeyBuilder, (self.prefix, self.suffix)
+        return KeyBuilder, (self.prefix, self.suffix, self.strip)
+
+    def __eq__(self, other):
+        if not isinstance(other, KeyBuilder):
+            return NotImplemented
+        return self.__reduce__() == other.__reduce__()
+
+    def __hash__(self):
+        return hash(self.__reduce__()[1])
 
     cdef object build(self, const unsigned char *digest, Py_ssize_t size):
         cdef Py_ssize_t head, tail
         cdef object key
         cdef char *out
+        cdef bint half
+        while self.strip and size > 1 and digest[0] == 0:
+            digest += 1
+            size -= 1
+        half = self.strip and digest[0] < 16
         if not self.ascii:
-            return self.prefix + digest[:size].hex() + self.suffix
+            return self.prefix + digest[:size].hex()[half:] + self.suffix
         head = PyBytes_GET_SIZE(self.head)
         tail = PyBytes_GET_SIZE(self.tail)
         # The string is written before anyone else sees it.
-        key = PyUnicode_New(head + 2 * size + tail, 127)
+        key = PyUnicode_New(head + 2 * size - half + tail, 127)
         out = <char *>PyUnicode_1BYTE_DATA(key)
         memcpy(out, PyBytes_AS_STRING(self.head), head)
+        if half:
+            out[head] = HEX_DIGITS[digest[0]]
+            digest += 1
+            size -= 1
+            head += 1
         km_hex(digest, size, out + head)
         if tail:
             memcpy(out + head + 2 * size, PyBytes_AS_STRING(self.tail), tail)

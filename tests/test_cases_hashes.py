@@ -1,0 +1,105 @@
+"""Failures from public trackers that a block hash can have; numbers as in the trackers' threads."""
+
+import array
+
+import pytest
+from golden_hashes import GOLDEN
+
+from kvmask import _core
+from kvmask.extra_keys import block_extra_keys
+from kvmask.hashes import hash_tokens
+
+SEED = "vllm-none-hash"
+PARENT = bytes(range(32))
+
+
+def first_hash(algorithm, extra):
+    return hash_tokens(range(16), 16, algorithm, seed=SEED, extra_keys=[extra])[0][:8].hex()
+
+
+class TestB39AdapterAndSalt:
+    """vllm#44701, #30931, #44250; dynamo#8197. Digests observed on vLLM 0.32.0."""
+
+    def test_tagged(self):
+        plain, salt, adapter = (
+            block_extra_keys(1),
+            block_extra_keys(1, cache_salt="S"),
+            block_extra_keys(1, adapter=("S", "/p")),
+        )
+        got = [first_hash("sha256", keys[0]) for keys in (plain, salt, adapter)]
+        assert got == ["fe8fa5dda3210d0c", "33c57aa3ed5952eb", "06318ddbd3b343bf"]
+        got = [first_hash("sha256_cbor", keys[0]) for keys in (plain, salt, adapter)]
+        assert got == ["dc918a88b139e5af", "db3c485d19686b9a", "456d1e081382259f"]
+
+    def test_bare_form_cannot_tell_them_apart(self):
+        salt = block_extra_keys(1, cache_salt="S", release="0.28")[0]
+        adapter = block_extra_keys(1, adapter=("S", "/p"), release="0.28")[0]
+        assert salt == adapter == ("S",)
+        assert first_hash("sha256", salt) == "8b729536d360415e"
+        assert first_hash("sha256_cbor", salt) == "ceb7d4dfcaf3f9d9"
+
+    def test_adapters_of_one_name(self):
+        one, two = (block_extra_keys(1, adapter=("S", path))[0] for path in ("/p", "/q"))
+        assert first_hash("sha256", one) != first_hash("sha256", two)
+
+    def test_salt_is_in_the_first_block_only(self):
+        assert block_extra_keys(3, cache_salt="S") == [(("cache_salt", "S"),), None, None]
+        assert block_extra_keys(3, cache_salt="S", first_block=1) == [None] * 3
+
+
+class TestB41Pickle:
+    """Mooncake#3232, vllm#20511: a pickle written by hand."""
+
+    @pytest.mark.parametrize(
+        ("block_size", "token"), [(32749, 7), (21833, 300), (13100, 70_000), (9357, 2**31)]
+    )
+    def test_second_frame(self, block_size, token):
+        parts = [
+            _core.serialise_block(_core.ENCODING_PICKLE, PARENT, [token] * n)
+            for n in (block_size - 1, block_size)
+        ]
+        # None opens a frame of its own: FRAME 4, None, TUPLE3, MEMOIZE, STOP.
+        tail = bytes.fromhex("95 0400000000000000 4e 87 94 2e")
+        assert [part.endswith(tail) for part in parts] == [False, True]
+        for n in (block_size - 1, block_size):
+            got = hash_tokens([token] * n, n, parent=PARENT)[0].hex()
+            assert got == GOLDEN["sha256"][f"frame {n} {token}"]
+
+    def test_one_string_or_two(self):
+        name = "".join(["ad", "apter"])
+        copy = "".join(["ad", "apter"])
+        for algorithm, differ in (("sha256", True), ("sha256_cbor", False)):
+            one, two = (
+                hash_tokens(
+                    range(16), 16, algorithm, parent=PARENT, extra_keys=[(("lora", name, other),)]
+                )[0].hex()
+                for other in (name, copy)
+            )
+            assert (one, two) == (GOLDEN[algorithm]["same"], GOLDEN[algorithm]["equal"])
+            assert (one != two) is differ
+
+    def test_one_image_twice_in_a_block(self):
+        image = "".join(["im", "age"])
+        for algorithm in ("sha256", "sha256_cbor"):
+            keys = block_extra_keys(1, 16, media=[(image, 0, 4), (image, 8, 4)])
+            got = hash_tokens(range(16), 16, algorithm, parent=PARENT, extra_keys=keys)
+            apart = block_extra_keys(1, 16, media=[(image, 0, 4), ("".join(["im", "age"]), 8, 4)])
+            other = hash_tokens(range(16), 16, algorithm, parent=PARENT, extra_keys=apart)
+            assert (got[0] == other[0]) is (algorithm == "sha256_cbor")
+
+    def test_parent_is_bytes_whatever_holds_it(self):
+        expected = list(hash_tokens(range(16), parent=PARENT))
+        for parent in (bytearray(PARENT), memoryview(PARENT), array.array("B", PARENT)):
+            assert list(hash_tokens(range(16), parent=parent)) == expected
+
+
+def test_b42_last_sub_hash_names_a_block():
+    """vllm#45969: the hash half. One digest per hash block, chained, so that the last one of a
+    block covers it; blocks of 64 over hash blocks of 16, and a partial tail of 16."""
+    h = hash_tokens(range(80), 16, seed=SEED)
+    assert [len(digest) for digest in h] == [32] * 5
+    other = hash_tokens([*range(15), 99, *range(16, 80)], 16, seed=SEED)
+    assert all(a != b for a, b in zip(h, other, strict=True))
+    changed_later = hash_tokens([*range(64), *range(1000, 1016)], 16, seed=SEED)
+    assert changed_later[3] == h[3]
+    assert changed_later[4] != h[4]
