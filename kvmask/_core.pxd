@@ -121,6 +121,7 @@ cdef class CoordinatorCore:
     cdef int64_t retention
     cdef readonly bint partial
     cdef readonly bint any_eagle
+    cdef bint any_chunked
     cdef int64_t unit(self) noexcept
     cdef int64_t stride(self, int group) noexcept
     cdef void prepare(self, km_search *s, km_set_state *sets, bint collect) noexcept

@@ -56,6 +56,8 @@ cdef class CoordinatorCore:
                 self.n_sets = index + 1
             if eagle:
                 self.any_eagle = True
+            if self.groups[i].kind == KM_CHUNKED:
+                self.any_chunked = True
 
     def __dealloc__(self):
         free(self.groups)

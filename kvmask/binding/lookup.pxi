@@ -52,10 +52,12 @@ cdef class LookupCore:
         if self.token_len <= 0 or self.hashes.n == 0:
             self.finish_empty()
             return
-        # Without EAGLE and partial hits every finder returns the longest length that is valid for
-        # its group alone, so a full hit searched again equals a search that is capped at once.
+        # Without EAGLE, partial hits and chunks every finder returns the longest length that is
+        # valid for its group alone, so a full hit searched again equals a search capped at once.
         self.limit = self.token_len
-        if not coord.partial and not coord.any_eagle and self.token_len == self.num_tokens:
+        if not coord.partial and not coord.any_eagle and not coord.any_chunked and (
+            self.token_len == self.num_tokens
+        ):
             self.limit = km_align_down(self.num_tokens - 1, coord.unit())
             if self.limit <= 0 and self.staged:
                 self.finish_empty()
