@@ -5,11 +5,12 @@ The limits of one call to the store live here too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from kvmask._core import Bitset, BlockHashes, build_keys
+from kvmask._core import Bitset, BlockHashes, build_keys, cut_calls, row_totals
 from kvmask.coordinator import Coordinator
 from kvmask.errors import ArgumentError, PlanStateError, StoreError
 from kvmask.groups import check_count
@@ -83,32 +84,14 @@ def split_calls(
     >>> split_calls([1, 1], staging=3 * 12288)
     ([(0, 2)], [])
     """
-    usable = 0
-    if staging is not None:
+    if staging is None:
+        needs, usable, whole = [0] * len(sizes), 0.0, 0.0
+    else:
         check_count(staging, "staging")
-        usable = max(1, int(staging * STAGING_USABLE))
-    calls: list[tuple[int, int]] = []
-    oversize: list[int] = []
-    start = used = count = 0
-    for i, size in enumerate(sizes):
-        need = staging_bytes(size) if staging is not None else 0
-        parts = pieces[i] if pieces is not None else 0
-        full = (staging is not None and used + need > usable) or (
-            max_pieces is not None and count + parts > max_pieces
-        )
-        if full and i > start:
-            calls.append((start, i))
-        if full:
-            start, used, count = i, 0, 0
-        if staging is not None and need > staging:
-            oversize.append(i)
-            start, used, count = i + 1, 0, 0
-            continue
-        used += need
-        count += parts
-    if len(sizes) > start:
-        calls.append((start, len(sizes)))
-    return calls, oversize
+        needs = [staging_bytes(size) for size in sizes]
+        usable, whole = max(1, int(staging * STAGING_USABLE)), staging
+    parts = [0] * len(sizes) if pieces is None else list(pieces)
+    return cut_calls(needs, usable, whole, parts, math.inf if max_pieces is None else max_pieces)
 
 
 class BlockFailure(NamedTuple):
@@ -337,16 +320,7 @@ class BlockPlan:
 
     def _cut(self, batch: TransferBatch, positions: list[int], staging: int | None) -> None:
         """Plans the calls for a batch whose keys stand at these positions of all keys."""
-        pieces: list[int] = []
-        last: list[int] | None = None
-        total = parts = 0
-        for row in batch.sizes:
-            if row is not last:  # rows are mostly one shared list
-                last = row
-                total = sum(row)
-                parts = sum(-(-size // SLICE_BYTES) for size in row)
-            self._bytes.append(total)
-            pieces.append(parts)
+        self._bytes, pieces = row_totals(batch.sizes, SLICE_BYTES)
         self._all = batch
         self._positions = positions
         self._calls, oversize = split_calls(self._bytes, staging, pieces, self._max_pieces)

@@ -81,3 +81,64 @@ def pick_missing(list keys not None, answers, start, stop):
             missing.append(keys[i])
             positions.append(i - first)
     return missing, positions
+
+
+def row_totals(list rows not None, slice_bytes):
+    """Bytes and transport pieces of every row of sizes; rows may be one shared list.
+
+    Args:
+        rows: Per key a list of sizes.
+        slice_bytes: Largest piece.
+
+    Returns:
+        (bytes per key, pieces per key).
+    """
+    cdef int64_t piece = as_int64(slice_bytes, "slice_bytes", 1, c_max_bits)
+    cdef list totals = [], pieces = []
+    last = None
+    total = count = 0
+    for row in rows:
+        if row is not last:
+            last = row
+            total = sum(row)
+            count = sum([-(-size // piece) for size in row])
+        totals.append(total)
+        pieces.append(count)
+    return totals, pieces
+
+
+def cut_calls(list needs not None, usable, whole, list pieces not None, max_pieces):
+    """Cuts keys into calls; see kvmask.block_plan.split_calls.
+
+    Args:
+        needs: Per key what it takes of the budget.
+        usable: Budget of one call with several keys.
+        whole: Budget of one call.
+        pieces: Per key its pieces.
+        max_pieces: Pieces per call.
+
+    Returns:
+        (calls as (start, stop), keys above the whole budget).
+    """
+    cdef double low = usable, high = whole, used = 0, need
+    cdef double most = max_pieces, count = 0, parts
+    cdef Py_ssize_t i, start = 0, n = len(needs)
+    cdef list calls = [], oversize = []
+    for i in range(n):
+        need = needs[i]
+        parts = pieces[i]
+        if used + need > low or count + parts > most:
+            if i > start:
+                calls.append((start, i))
+            start = i
+            used = count = 0
+        if need > high:
+            oversize.append(i)
+            start = i + 1
+            used = count = 0
+            continue
+        used += need
+        count += parts
+    if n > start:
+        calls.append((start, n))
+    return calls, oversize
