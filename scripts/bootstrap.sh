@@ -88,8 +88,9 @@ digest() { sha256sum "$@" | sha256sum | cut -d ' ' -f 1; }
 done_before() { [ "$(cat "$1" 2>/dev/null)" = "$2" ]; }
 
 version=$("$py" -c 'import sys; print(sys.version)')
-wanted=$(digest requirements*.txt <(echo "$version $requirements"))
-if ! done_before "$venv/.stamp-$kind" "$wanted"; then
+wanted=$(digest requirements*.txt <(echo "$version"))
+# What `dev` installs holds what `demo` needs.
+if ! done_before "$venv/.stamp-$kind" "$wanted" && ! done_before "$venv/.stamp-dev" "$wanted"; then
     say "installing $requirements"
     "$py" -m pip install -qq --disable-pip-version-check -r "$requirements" </dev/null
     if [ "$kind" = vllm ]; then
