@@ -40,7 +40,7 @@ for candidate in ${PYTHON:-"$venv/bin/python" python3 python3.13 python3.12 pyth
     fi
 done
 if [ -z "$python" ]; then
-    fail "kvmask needs Python 3.11 or newer, found $(python3 -V 2>&1 || true);" \
+    fail "kvmask needs Python 3.11 or newer, found $("${PYTHON:-python3}" -V 2>&1 || true);" \
         "install one and name it: make PYTHON=/path/to/python3.11 ..."
 fi
 
