@@ -67,7 +67,7 @@ replay: setup-dev ## replay a request trace against a real store
 lint: setup-dev ## formatters in check mode, linters, types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/cython-lint kvmask
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cython-lint kvmask  # it runs pycodestyle by name
 	$(VENV)/bin/clang-format --dry-run -Werror kvmask/csrc/*.h $(wildcard tests/c/*.[ch])
 	$(VENV)/bin/mypy
 
@@ -85,5 +85,5 @@ format: setup-dev ## rewrite the sources as `make lint` wants them
 clean: ## remove what was built; the environments stay
 	rm -rf build dist *.egg-info kvmask/_core.c kvmask/_core*.so .pytest_cache .mypy_cache
 	rm -rf .ruff_cache .hypothesis .benchmarks
-	find kvmask tests bench -name __pycache__ -prune -exec rm -rf {} +
+	find $(wildcard kvmask tests bench scripts) -name __pycache__ -prune -exec rm -rf {} +
 	rm -f .venv/.stamp-build .venv-vllm/.stamp-build

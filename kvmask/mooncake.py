@@ -26,18 +26,20 @@ import json
 import math
 import os
 import re
-import shutil
-import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvmask.errors import ArgumentError, MissingDependencyError, StoreError
+
+if TYPE_CHECKING:
+    import subprocess
+
+# `import kvmask` brings this module in; what starts processes and opens sockets is imported by the
+# functions that do, which halves its cost.
 
 CONFIG_ENV = "MOONCAKE_CONFIG_PATH"
 # vLLM's override of the name under which other machines reach this client.
@@ -270,6 +272,8 @@ def import_store() -> Any:
 
 def _local_ip() -> str:
     """Return the address other machines reach this one at; no packet is sent."""
+    import socket
+
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         s.connect(("192.0.2.1", 1))  # a documentation address: only the route is looked up
         return str(s.getsockname()[0])
@@ -278,6 +282,8 @@ def _local_ip() -> str:
 
 def _wait_for_port(address: str, deadline: float) -> None:
     """Fail early when nothing listens: the store's own set-up takes 90 s to say so (0.3.13)."""
+    import socket
+
     host, _, port = address.rpartition(":")
     if "://" in address or not port.isdigit():
         return  # a high-availability address: only Mooncake knows how to resolve it
@@ -387,6 +393,8 @@ def connect(
 
 def find_master() -> Path | None:
     """Return the `mooncake_master` program: the wheel's own, beside this Python, or on PATH."""
+    import shutil
+
     spec = importlib.util.find_spec("mooncake")  # looks, does not import
     folders = [Path(f) for f in (spec.submodule_search_locations or ())] if spec else []
     # The launcher beside Python only executes the wheel's program.
@@ -400,6 +408,8 @@ def find_master() -> Path | None:
 
 def _free_ports(count: int) -> list[int]:
     """Return ports that were free a moment ago, all different."""
+    import socket
+
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for s in sockets:
@@ -408,10 +418,11 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _healthy(address: str, metrics_url: str) -> bool:
+    import socket
+    import urllib.request
+
     host, _, port = address.rpartition(":")
     # No proxy of the environment may stand between this process and loopback.
-    import urllib.request  # 15 ms that only this needs
-
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with contextlib.suppress(OSError):
         with opener.open(f"{metrics_url}/health", timeout=1.0) as answer:
@@ -423,6 +434,8 @@ def _healthy(address: str, metrics_url: str) -> bool:
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
     """End exactly this process: ask, then kill; at most about ten seconds."""
+    import subprocess
+
     if process.poll() is None:
         process.terminate()
         try:
@@ -440,6 +453,8 @@ def _tail(path: Path, limit: int = 1500) -> str:
 
 def _start(program: Path, args: Sequence[str], log_path: Path, timeout: float) -> LocalMaster:
     """Start one master and wait until it answers, or raise with the end of its log."""
+    import subprocess
+
     rpc, metrics = _free_ports(2)
     command = [
         str(program),
@@ -507,6 +522,8 @@ def local_master(
         StoreError: It ended at start or did not answer; the message ends with its log.
         ArgumentError: `lease_ms` is not a positive number.
     """
+    import tempfile
+
     if lease_ms is not None and (not isinstance(lease_ms, int) or lease_ms < 1):
         raise ArgumentError(f"`lease_ms` must be at least 1, got {lease_ms!r}")
     path = find_master() if program is None else Path(program)

@@ -40,7 +40,7 @@ for candidate in ${PYTHON:-"$venv/bin/python" python3 python3.13 python3.12 pyth
     fi
 done
 if [ -z "$python" ]; then
-    fail "kvmask needs Python 3.11 or newer, found $(python3 -V 2>&1 || true);" \
+    fail "kvmask needs Python 3.11 or newer, found $("${PYTHON:-python3}" -V 2>&1 || true);" \
         "install one and name it: make PYTHON=/path/to/python3.11 ..."
 fi
 
@@ -88,8 +88,9 @@ digest() { sha256sum "$@" | sha256sum | cut -d ' ' -f 1; }
 done_before() { [ "$(cat "$1" 2>/dev/null)" = "$2" ]; }
 
 version=$("$py" -c 'import sys; print(sys.version)')
-wanted=$(digest requirements*.txt <(echo "$version $requirements"))
-if ! done_before "$venv/.stamp-$kind" "$wanted"; then
+wanted=$(digest requirements*.txt <(echo "$version"))
+# What `dev` installs holds what `demo` needs.
+if ! done_before "$venv/.stamp-$kind" "$wanted" && ! done_before "$venv/.stamp-dev" "$wanted"; then
     say "installing $requirements"
     "$py" -m pip install -qq --disable-pip-version-check -r "$requirements" </dev/null
     if [ "$kind" = vllm ]; then
