@@ -1,20 +1,26 @@
-"""Digests to store keys.
+"""Digests to store keys: one schema per format, all built by one routine of the core.
 
-A key is ``prefix`` + ``@`` + the lower-case hexadecimal digest of a block's last hash block.
+====================  ======================================  =========================
+schema                written by                              format stated in
+====================  ======================================  =========================
+`VllmKeys`            vLLM's MooncakeStoreConnector           `kvmask.keys_vllm`
+`AscendKeys`          vllm-ascend's AscendStore               `kvmask.keys_ascend`
+`SglangKeys`          SGLang's HiCache over Mooncake          `kvmask.keys_sglang`
+`LMCacheKeys`         LMCache inside an engine                `kvmask.keys_lmcache`
+`LMCacheObjectKeys`   LMCache's multiprocess server           `kvmask.keys_lmcache`
+`StrictKeys`          kvmask itself                           here
+====================  ======================================  =========================
 
-``VllmKeys`` prefix, byte-equal to vLLM 0.32.0 (PoolKey.build_prefix)::
+Each has ``keys()`` and its inverse ``parse()``. A key of `StrictKeys`, where no two different
+schemas give the same text::
 
-    [<cache_prefix> "@"] <model> <namespace>
-    "@tp_rank:" <int> "@pcp" <int> "@dcp" <int> "@pp_rank:" <int> "@group:" <int>
+    "kvm1@" model "@" namespace "@" tags "@" fingerprint
+    "@tp" int "@pcp" int "@dcp" int "@pp" int "@g" int "@" hex
 
-``StrictKeys`` prefix, where no two different schemas give the same text::
-
-    "kvm1@" <model> "@" <namespace> "@" <tags> "@" <fingerprint>
-    "@tp" <int> "@pcp" <int> "@dcp" <int> "@pp" <int> "@g" <int>
-
-Free text in strict keys is percent-escaped (``%``, ``@``, and in tags also ``=`` and ``,``), tags
-are ``name=value`` joined by commas and sorted by name, and the fingerprint is the first 16 hex
-digits of the SHA-256 of the facts that two engines must agree on.
+Free text is percent-escaped (``%`` and ``@``, in tags also ``=`` and ``,``; two lower-case hex
+digits), tags are ``name=value`` joined by commas and sorted by name, and the fingerprint is the
+first 16 hex digits of the SHA-256 of the facts that two engines must agree on: their JSON with
+sorted names and no spaces, in ASCII.
 """
 
 from __future__ import annotations
@@ -22,145 +28,39 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from kvmask._core import Bitset, BlockHashes, KeyBuilder, build_keys
-from kvmask.errors import ArgumentError, KeyFormatError, KeyFormatWarning
-from kvmask.groups import check_count
+from kvmask._core import KeyBuilder
+from kvmask._schema import KeySchema, check_counts, check_text, read_digest
+from kvmask.errors import ArgumentError, KeyFormatError
+from kvmask.keys_ascend import AscendKeys
+from kvmask.keys_lmcache import LMCacheKeys, LMCacheObjectKeys, lmcache_chunk_hashes
+from kvmask.keys_sglang import SglangKeys, sglang_page_hashes, sglang_seed
+from kvmask.keys_vllm import RANKS, VllmKeys, store_namespace
 
-RANKS = ("tp_rank", "pcp_rank", "dcp_rank", "pp_rank", "group_id")
+__all__ = [
+    "AscendKeys",
+    "KeySchema",
+    "LMCacheKeys",
+    "LMCacheObjectKeys",
+    "SglangKeys",
+    "StrictKeys",
+    "VllmKeys",
+    "fingerprint",
+    "lmcache_chunk_hashes",
+    "sglang_page_hashes",
+    "sglang_seed",
+    "store_namespace",
+]
 
-# What vLLM itself puts there: "@store_tp:4@store_pp:1@store_format:tp_shared_lbhnc".
-_VLLM_NAMESPACE = re.compile(r"(@store_[a-z]+:[^@]+)+")
-
-
-def check_text(value: str, name: str) -> None:
-    """Refuse what is no text or cannot be stored as UTF-8."""
-    if not isinstance(value, str):
-        raise TypeError(f"`{name}` must be a str, got {type(value).__name__}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as e:
-        raise KeyFormatError(f"`{name}` must be valid Unicode, got {value!r}") from e
-
-
-class KeySchema:
-    """What all schemas share: a prefix, and keys built from it in the core."""
-
-    _builder: KeyBuilder
-
-    @property
-    def prefix(self) -> str:
-        """Everything before the ``@`` of the digest."""
-        return self._builder.prefix[:-1]
-
-    @property
-    def builder(self) -> KeyBuilder:
-        """The core's key builder of this namespace."""
-        return self._builder
-
-    def keys(
-        self,
-        hashes: BlockHashes | Sequence[bytes],
-        mask: Bitset | Sequence[bool] | None = None,
-        start: int = 0,
-        scale: int = 1,
-    ) -> list[str]:
-        """Keys of the blocks from ``start`` on.
-
-        Args:
-            hashes: One digest per hash block.
-            mask: Which blocks from ``start`` on; None means all.
-            start: First block.
-            scale: Hash blocks per block; block ``i`` is named by digest ``(i + 1) * scale - 1``.
-
-        Returns:
-            One key per selected block, ascending.
-
-        Raises:
-            ArgumentError: The mask is longer than the blocks from ``start`` on.
-        """
-        return build_keys((self._builder,), hashes, mask, start, scale)
-
-    def key(self, digest: bytes) -> str:
-        """The key of one digest."""
-        return self.keys([digest])[0]
-
-
-def _check_ranks(schema: object) -> None:
-    for name in RANKS:
-        check_count(getattr(schema, name), name, 0)
-
-
-@dataclass(frozen=True)
-class VllmKeys(KeySchema):
-    """Keys of vLLM's MooncakeStoreConnector (0.28 to 0.33), byte for byte.
-
-    The format joins free text with ``@``, so different metadata can give equal keys; a
-    KeyFormatWarning says where. Outside vLLM prefer StrictKeys.
-
-    Args:
-        model: Model name; of a path only the last part is used, as vLLM does.
-        tp_rank: Tensor-parallel rank.
-        pcp_rank: Prefill-context-parallel rank.
-        dcp_rank: Decode-context-parallel rank.
-        pp_rank: Pipeline-parallel rank.
-        group_id: Index of the KV cache group.
-        cache_prefix: Optional deployment prefix.
-        namespace: Optional store namespace (vLLM's store formats).
-
-    Raises:
-        KeyFormatError: The model name is empty, or a text is not valid Unicode.
-
-    >>> VllmKeys(model="DeepSeek-V4").prefix
-    'DeepSeek-V4@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0'
-    """
-
-    model: str
-    tp_rank: int = 0
-    pcp_rank: int = 0
-    dcp_rank: int = 0
-    pp_rank: int = 0
-    group_id: int = 0
-    cache_prefix: str = ""
-    namespace: str = ""
-    _builder: KeyBuilder = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        for name in ("model", "cache_prefix", "namespace"):
-            check_text(getattr(self, name), name)
-        _check_ranks(self)
-        short = self.model.rstrip("/").split("/")[-1]
-        if not short:
-            raise KeyFormatError(f"`model` must name a model, got {self.model!r}")
-        if short != self.model:
-            warnings.warn(
-                f"`model` {self.model!r} is keyed as {short!r}: models of that name share keys",
-                KeyFormatWarning,
-                stacklevel=3,
-            )
-        for name, value in (("model", short), ("cache_prefix", self.cache_prefix)):
-            if "@" in value:
-                warnings.warn(
-                    f"`{name}` {value!r} holds '@', which separates the parts of a key",
-                    KeyFormatWarning,
-                    stacklevel=3,
-                )
-        if self.namespace and not _VLLM_NAMESPACE.fullmatch(self.namespace):
-            warnings.warn(
-                f"`namespace` {self.namespace!r} is not of vLLM's form and may read as a part "
-                "of the model name",
-                KeyFormatWarning,
-                stacklevel=3,
-            )
-        head = f"{self.cache_prefix}@" if self.cache_prefix else ""
-        prefix = (
-            f"{head}{short}{self.namespace}@tp_rank:{self.tp_rank}@pcp{self.pcp_rank}"
-            f"@dcp{self.dcp_rank}@pp_rank:{self.pp_rank}@group:{self.group_id}@"
-        )
-        object.__setattr__(self, "_builder", KeyBuilder(prefix))
+_FINGERPRINT = re.compile(r"[0-9a-f]{16}")
+_KEY = re.compile(
+    r"kvm1@(?P<model>[^@]*)@(?P<namespace>[^@]*)@(?P<tags>[^@]*)@(?P<facts>[0-9a-f]{16})"
+    r"@tp(?P<tp_rank>\d+)@pcp(?P<pcp_rank>\d+)@dcp(?P<dcp_rank>\d+)@pp(?P<pp_rank>\d+)"
+    r"@g(?P<group_id>\d+)@(?P<hex>[0-9a-f]+)",
+    re.DOTALL,
+)
 
 
 def escape(text: str, also: str = "") -> str:
@@ -172,6 +72,15 @@ def escape(text: str, also: str = "") -> str:
     for char in "%@" + also:
         text = text.replace(char, f"%{ord(char):02x}")
     return text
+
+
+def unescape(text: str) -> str:
+    """The inverse of `escape`.
+
+    >>> unescape("a%40b%25c")
+    'a@b%c'
+    """
+    return re.sub("%([0-9a-f]{2})", lambda found: chr(int(found[1], 16)), text)
 
 
 def fingerprint(facts: Mapping[str, str | int | bool | None]) -> str:
@@ -189,7 +98,7 @@ def fingerprint(facts: Mapping[str, str | int | bool | None]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StrictKeys(KeySchema):
     """Keys that two engines share only when they agree on everything that shapes the bytes.
 
@@ -204,8 +113,10 @@ class StrictKeys(KeySchema):
         tags: Further names and values, for instance of an adapter.
         facts: What the bytes depend on: dtype, layout tag, block bytes, model revision, hash
             algorithm and seed.
+        facts_digest: The fingerprint of facts that are not at hand, as `parse` gives it.
 
     Raises:
+        ArgumentError: Both ``facts`` and another fingerprint.
         KeyFormatError: The model name is empty, or a text is not valid Unicode.
 
     >>> StrictKeys(model="org/m@1", facts={"dtype": "bf16"}).prefix
@@ -221,22 +132,43 @@ class StrictKeys(KeySchema):
     namespace: str = ""
     tags: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, str | int | bool | None] = field(default_factory=dict)
+    facts_digest: str = ""
     _builder: KeyBuilder = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_text(self.model, "model")
         check_text(self.namespace, "namespace")
-        _check_ranks(self)
+        check_counts(self, RANKS)
         if not self.model.strip("/"):
             raise KeyFormatError(f"`model` must name a model, got {self.model!r}")
         for name, value in self.tags.items():
             check_text(name, "tags")
             check_text(value, "tags")
-        pairs = sorted(self.tags.items())
-        tags = ",".join(f"{escape(k, '=,')}={escape(v, '=,')}" for k, v in pairs)
-        prefix = (
-            f"kvm1@{escape(self.model)}@{escape(self.namespace)}@{tags}@{fingerprint(self.facts)}"
+        digest = self.facts_digest or fingerprint(self.facts)
+        if not _FINGERPRINT.fullmatch(digest):
+            raise KeyFormatError(f"`facts_digest` must be 16 hex digits, got {digest!r}")
+        if self.facts and digest != fingerprint(self.facts):
+            raise ArgumentError(f"`facts_digest` must be that of `facts`, got {digest}")
+        tags = ",".join(
+            f"{escape(k, '=,')}={escape(v, '=,')}" for k, v in sorted(self.tags.items())
+        )
+        self._build(
+            f"kvm1@{escape(self.model)}@{escape(self.namespace)}@{tags}@{digest}"
             f"@tp{self.tp_rank}@pcp{self.pcp_rank}@dcp{self.dcp_rank}@pp{self.pp_rank}"
             f"@g{self.group_id}@"
         )
-        object.__setattr__(self, "_builder", KeyBuilder(prefix))
+
+    @classmethod
+    def _candidates(cls, key: str) -> Iterator[tuple[StrictKeys, bytes]]:
+        found = _KEY.fullmatch(key)
+        if not found:
+            return
+        pairs = [pair.partition("=") for pair in found["tags"].split(",") if pair]
+        schema = cls(
+            unescape(found["model"]),
+            namespace=unescape(found["namespace"]),
+            tags={unescape(name): unescape(value) for name, _, value in pairs},
+            facts_digest=found["facts"],
+            **{name: int(found[name]) for name in RANKS},
+        )
+        yield schema, read_digest(found["hex"], key)

@@ -1,0 +1,150 @@
+"""What all key schemas share: text checks, keys built in the core, and their inverse."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from kvmask._core import Bitset, BlockHashes, KeyBuilder, build_keys
+from kvmask.errors import ArgumentError, KeyFormatError, KeyFormatWarning
+from kvmask.groups import check_count
+
+Hashes = BlockHashes | Sequence[bytes]
+Mask = Bitset | Sequence[bool]
+S = TypeVar("S", bound="KeySchema")
+
+
+def check_text(value: str, name: str) -> None:
+    """Refuse what is no text or cannot be stored as UTF-8."""
+    if not isinstance(value, str):
+        raise TypeError(f"`{name}` must be a str, got {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as e:
+        raise KeyFormatError(f"`{name}` must be valid Unicode, got {value!r}") from e
+
+
+def check_counts(schema: object, names: Sequence[str]) -> None:
+    """Refuse a field that is no integer or is negative."""
+    for name in names:
+        check_count(getattr(schema, name), name, 0)
+
+
+def warn(message: str) -> None:
+    """Warn at the caller of a schema's constructor."""
+    # warn, __post_init__, __init__, caller
+    warnings.warn(message, KeyFormatWarning, stacklevel=4)
+
+
+def last_part(model: str) -> str:
+    """The last part of a model's path, which is all that vLLM and its forks put into a key."""
+    short = model.rstrip("/").split("/")[-1]
+    if not short:
+        raise KeyFormatError(f"`model` must name a model, got {model!r}")
+    return short
+
+
+def release_number(release: str, name: str = "release") -> tuple[int, int]:
+    """(major, minor) of a release such as "0.32.0"."""
+    found = re.match(r"(\d+)\.(\d+)", release) if isinstance(release, str) else None
+    if not found:
+        raise ArgumentError(f"`{name}` must be a release such as '0.32', got {release!r}")
+    return int(found[1]), int(found[2])
+
+
+def read_digest(text: str, key: str) -> bytes:
+    """The digest written in a key."""
+    try:
+        digest = bytes.fromhex(text)
+    except ValueError:
+        digest = b""
+    if not digest:
+        raise KeyFormatError(f"a key must hold the hexadecimal digits of a digest, got {key!r}")
+    return digest
+
+
+class KeySchema(ABC):
+    """A namespace of keys: text, the digest of a block, text.
+
+    Schemas are equal when they give equal keys.
+    """
+
+    _builder: KeyBuilder
+
+    @property
+    def prefix(self) -> str:
+        """Everything before the separator in front of the digest."""
+        return self._builder.prefix[:-1]
+
+    @property
+    def suffix(self) -> str:
+        """Everything after the digest."""
+        return self._builder.suffix
+
+    @property
+    def builder(self) -> KeyBuilder:
+        """The core's key builder of this namespace."""
+        return self._builder
+
+    def _build(self, prefix: str, suffix: str = "", strip: bool = False) -> None:
+        # The dataclasses are frozen.
+        object.__setattr__(self, "_builder", KeyBuilder(prefix, suffix, strip))
+
+    def keys(
+        self, hashes: Hashes, mask: Mask | None = None, start: int = 0, scale: int = 1
+    ) -> list[str]:
+        """Keys of the blocks from ``start`` on.
+
+        Args:
+            hashes: One digest per hash block.
+            mask: Which blocks from ``start`` on; None means all.
+            start: First block.
+            scale: Hash blocks per block; block ``i`` is named by digest ``(i + 1) * scale - 1``.
+
+        Returns:
+            One key per selected block, ascending.
+
+        Raises:
+            ArgumentError: The mask is longer than the blocks from ``start`` on.
+        """
+        return build_keys((self._builder,), hashes, mask, start, scale)
+
+    def key(self, digest: bytes) -> str:
+        """The key of one digest."""
+        return self.keys([digest])[0]
+
+    @classmethod
+    @abstractmethod
+    def _candidates(cls: type[S], key: str) -> Iterator[tuple[S, bytes]]:
+        """Schemas and digests that might give a key, the likeliest first."""
+
+    @classmethod
+    def parse(cls: type[S], key: str) -> tuple[S, bytes]:
+        """Take a key apart: the inverse of `key`.
+
+        Args:
+            key: A key of this schema.
+
+        Returns:
+            A schema and a digest with ``schema.key(digest) == key``.
+
+        Raises:
+            KeyFormatError: No schema of this class gives that key, or its text fits several.
+        """
+        if not isinstance(key, str):
+            raise TypeError(f"`key` must be a str, got {type(key).__name__}")
+        for schema, digest in cls._candidates(key):
+            if schema.key(digest) == key:
+                return schema, digest
+        raise KeyFormatError(f"not a key of {cls.__name__}: {key!r}")
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return self._builder == other._builder
+
+    def __hash__(self) -> int:
+        return hash(self._builder)

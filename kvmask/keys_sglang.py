@@ -1,0 +1,252 @@
+"""Keys of SGLang's HiCache over Mooncake, byte for byte, and the page hash they hold.
+
+::
+
+    key    = [tag "_"] [model "_"] [grid "_"] hex "_" owner "_" part
+    tag    = `extra_backend_tag` of the storage configuration, when it is set
+    model  = the model name with "-" for every "/"
+    grid   = "tp" int "_dcp" int "_page" int "_pp" int "_cp" int, sizes, only with DCP
+    hex    = the page's hash, 64 lower-case digits
+    owner  = tp_rank ["_" pp_rank]               attention with KV heads
+           | [pp_rank]                           MLA, alike on every TP rank: may be empty
+           | "dcp" int "_cp" int ["_" pp_rank]   MLA with DCP
+    part   = "k" | "v"          MLA has "k" only
+           | "draft_k" | "draft_v" | "swa" | "swa_k" | "temporal" | "conv_" int | ...
+
+`pp_rank` is there only when the pipeline-parallel size is above 1; the stage of an MLA model then
+reads like a TP rank, so that two such deployments must not share model name and tag. Where heads
+are split between TP sizes, a rank writes the keys of several `tp_rank`. Mooncake's group id of a
+page is ``"sglang-hicache:"`` and the key up to and including `hex`.
+
+The hash of a page is SHA-256 over the hash of the page before (32 bytes, absent for the first page)
+and the page's token ids, four bytes each, little endian; when an id of the page needs more, the
+byte ``ff`` and then eight bytes each. With EAGLE a page is made of pairs, each token and its
+successor. A request with an extra key or a cache salt starts, instead of from nothing, from the
+SHA-256 of ``"sglang-cache-namespace-v1"`` and, for either of the two, ``00`` when it is absent,
+else ``01``, its length in UTF-8 (eight bytes, little endian) and the text.
+
+Sources: `mem_cache/storage/mooncake_store/mooncake_store.py`, `mem_cache/utils.py` and
+`mem_cache/cpp_utils/hash_binding.cpp` of SGLang 0.5.23. The unified key scheme of that release
+(``--hicache-storage-key-scheme unified``) is another format and not covered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvmask import _core
+from kvmask._core import BlockHashes, KeyBuilder, build_keys
+from kvmask._digests import sha256
+from kvmask._schema import Hashes, KeySchema, Mask, check_counts, check_text, read_digest, warn
+from kvmask.errors import ArgumentError, HashInputError, KeyFormatError
+from kvmask.groups import check_count
+
+_PART = re.compile(r"[a-z0-9]+(_[a-z0-9]+)*")
+_KEY = re.compile(
+    r"(?:(?P<head>.*)_)?(?P<hex>[0-9a-f]{64})"
+    r"_(?:dcp(?P<dcp_rank>\d+)_cp(?P<cp_rank>\d+)(?:_(?P<dcp_pp>\d+))?|(?P<owner>\d+(?:_\d+)?|))"
+    r"_(?P<part>[a-z][a-z0-9]*(?:_[a-z0-9]+)*)",
+    re.DOTALL,
+)
+_GRID = re.compile(
+    r"(?:(?P<model>.*)_)?tp(?P<tp_size>\d+)_dcp(?P<dcp_size>\d+)_page(?P<page_size>\d+)"
+    r"_pp(?P<pp_size>\d+)_cp(?P<cp_size>\d+)",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class SglangKeys(KeySchema):
+    """Keys of one object per page in SGLang's HiCache over Mooncake (0.5.23), byte for byte.
+
+    A page of attention with KV heads is two objects, ``part="k"`` and ``part="v"``: a schema each,
+    both of which must be there for the page to be.
+
+    Args:
+        model: Model name, path included; empty for none.
+        tp_rank: Tensor-parallel rank (of the shard, where heads are split). Not part of MLA's keys.
+        pp_rank: Pipeline-parallel rank.
+        pp_size: Pipeline-parallel size.
+        mla: Whether the model's cache is alike on every TP rank.
+        part: Which object of the page.
+        backend_tag: The configuration's `extra_backend_tag`; None when it is not set.
+        dcp_rank: Decode-context-parallel rank.
+        dcp_size: Decode-context-parallel size; the fields after it count only above 1.
+        cp_rank: Rank in the attention's context-parallel group.
+        cp_size: Size of that group.
+        tp_size: Tensor-parallel size.
+        page_size: Tokens per page.
+
+    Raises:
+        ArgumentError: A rank is not below its size, or DCP without MLA.
+        KeyFormatError: Text that the format cannot hold.
+
+    >>> SglangKeys("m", tp_rank=3, part="v").key(bytes(32))[-9:]
+    '00000_3_v'
+    """
+
+    model: str = ""
+    tp_rank: int = 0
+    pp_rank: int = 0
+    pp_size: int = 1
+    mla: bool = False
+    part: str = "k"
+    backend_tag: str | None = None
+    dcp_rank: int = 0
+    dcp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
+    tp_size: int = 1
+    page_size: int = 1
+    _builder: KeyBuilder = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_text(self.model, "model")
+        check_text(self.part, "part")
+        check_counts(self, ("tp_rank", "pp_rank", "dcp_rank", "cp_rank"))
+        for name in ("pp", "dcp", "cp"):
+            rank, size = getattr(self, f"{name}_rank"), getattr(self, f"{name}_size")
+            check_count(size, f"{name}_size", 1)
+            if rank >= size:
+                raise ArgumentError(
+                    f"`{name}_rank` must be below `{name}_size`, got {rank} and {size}"
+                )
+        for name in ("tp_size", "page_size"):
+            check_count(getattr(self, name), name, 1)
+        if not _PART.fullmatch(self.part):
+            raise KeyFormatError(
+                f"`part` must be lower-case words joined by '_', got {self.part!r}"
+            )
+        if self.dcp_size > 1 and not self.mla:
+            raise ArgumentError(f"`dcp_size` must be 1 without `mla`, got {self.dcp_size}")
+        words = []
+        if self.backend_tag is not None:
+            check_text(self.backend_tag, "backend_tag")
+            if "_" in self.backend_tag:
+                warn(f"`backend_tag` {self.backend_tag!r} holds '_', which separates the parts")
+            words.append(self.backend_tag)
+        if self.model:
+            words.append(self.model.replace("/", "-"))
+            if "/" in self.model:
+                warn(f"`model` {self.model!r} is keyed as {words[-1]!r}, '-' and '/' alike")
+        pp = [str(self.pp_rank)] if self.pp_size > 1 else []
+        owner = [*pp] if self.mla else [str(self.tp_rank), *pp]
+        if self.dcp_size > 1:
+            words.append(
+                f"tp{self.tp_size}_dcp{self.dcp_size}_page{self.page_size}"
+                f"_pp{self.pp_size}_cp{self.cp_size}"
+            )
+            owner = [f"dcp{self.dcp_rank}_cp{self.cp_rank}", *pp]
+        head = "_".join(words) + "_" if words else ""
+        self._build(head, f"_{'_'.join(owner)}_{self.part}")
+
+    def mooncake_group_ids(
+        self, hashes: Hashes, mask: Mask | None = None, start: int = 0, scale: int = 1
+    ) -> list[str]:
+        """Mooncake's group ids of the pages that `keys` names, in the same order."""
+        builder = KeyBuilder(f"sglang-hicache:{self._builder.prefix}")
+        return build_keys((builder,), hashes, mask, start, scale)
+
+    @classmethod
+    def _candidates(cls, key: str) -> Iterator[tuple[SglangKeys, bytes]]:
+        """Tag and model are joined by "_", which both may hold: all of it is given as the model."""
+        found = _KEY.fullmatch(key)
+        if not found:
+            return
+        digest = read_digest(found["hex"], key)
+        head = found["head"]
+        tag, model = (None, head) if head else ("" if head is not None else None, "")
+        part = found["part"]
+        if found["dcp_rank"] is not None:
+            grid = _GRID.fullmatch(head or "")
+            if grid:
+                sizes = {
+                    name: int(grid[name])
+                    for name in ("tp_size", "dcp_size", "page_size", "pp_size", "cp_size")
+                }
+                ranks = {"dcp_rank": int(found["dcp_rank"]), "cp_rank": int(found["cp_rank"])}
+                pp_rank = int(found["dcp_pp"] or 0)
+                model = grid["model"] or ""
+                yield cls(model, pp_rank=pp_rank, mla=True, part=part, **ranks, **sizes), digest
+            return
+        numbers = [int(word) for word in found["owner"].split("_") if word]
+        # One number is a TP rank, or the stage of an MLA model; a draft's own keys do not say.
+        if not numbers:
+            yield cls(model, mla=True, part=part, backend_tag=tag), digest
+        elif len(numbers) == 1:
+            yield cls(model, numbers[0], part=part, backend_tag=tag), digest
+        else:
+            tp_rank, pp_rank = numbers
+            yield (
+                cls(model, tp_rank, pp_rank, max(2, pp_rank + 1), part=part, backend_tag=tag),
+                digest,
+            )
+
+
+def sglang_seed(extra_key: str | None = None, cache_salt: str | None = None) -> bytes | None:
+    """What stands in for the page before the first; None when a request has neither.
+
+    >>> sglang_seed() is None
+    True
+    """
+    if extra_key is None and cache_salt is None:
+        return None
+    seed = hashlib.sha256(b"sglang-cache-namespace-v1")
+    for name, part in (("extra_key", extra_key), ("cache_salt", cache_salt)):
+        if part is None:
+            seed.update(b"\x00")
+            continue
+        check_text(part, name)
+        text = part.encode()
+        seed.update(b"\x01" + len(text).to_bytes(8, "little") + text)
+    return seed.digest()
+
+
+def sglang_page_hashes(
+    token_ids: Any,
+    page_size: int,
+    parent: Any = None,
+    extra_key: str | None = None,
+    cache_salt: str | None = None,
+    eagle: bool = False,
+) -> BlockHashes:
+    """Chained hashes of the full pages of a token sequence, as SGLang's HiCache computes them.
+
+    Args:
+        token_ids: As `kvmask.hash_tokens` takes them.
+        page_size: Tokens per page.
+        parent: Hash of the page before (bytes-like), to continue. Excludes the next two.
+        extra_key: The request's extra key.
+        cache_salt: The request's salt.
+        eagle: Whether a page is made of pairs of neighbours, as with EAGLE. Slower.
+
+    Returns:
+        BlockHashes: one digest of 32 bytes per full page.
+
+    Raises:
+        HashInputError: Token ids or a parent that cannot be hashed.
+
+    >>> sglang_page_hashes(range(16), 4)[0].hex()[:16]
+    'baed642339816aff'
+    """
+    check_count(page_size, "page_size", 1)
+    size = page_size
+    start = sglang_seed(extra_key, cache_salt)
+    if parent is not None:
+        if start is not None:
+            raise ArgumentError("`parent` excludes `extra_key` and `cache_salt`")
+        start = bytes(memoryview(parent))
+        if len(start) != 32:
+            raise HashInputError(f"`parent` must be a digest of 32 bytes, got {len(start)}")
+    ids = _core.TokenIds(token_ids)
+    if eagle:
+        tokens = ids.take(0, len(ids))
+        pairs = [token for pair in itertools.pairwise(tokens) for token in pair]
+        ids, size = _core.TokenIds(pairs), 2 * size
+    chain = _core.hash_chain(ids, size, _core.ENCODING_PAGES, sha256(), start or b"")
+    return BlockHashes(chain, 32)
