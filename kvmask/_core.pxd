@@ -41,7 +41,8 @@ cdef extern from "rules.h" nogil:
     int64_t km_align_down(int64_t value, int64_t unit)
     int km_replay_boundaries(int64_t num_prompt_tokens, int64_t alignment, bint eagle, int64_t *out)
     int64_t km_window_need(const km_group *g, bint eagle)
-    bint km_reach_mask(const km_group *g, const km_reach *r, int64_t start, int64_t end, uint64_t *w)
+    bint km_reach_mask(const km_group *g, const km_reach *r, int64_t start, int64_t end,
+                       uint64_t *w)
 
 
 cdef extern from "search.h" nogil:

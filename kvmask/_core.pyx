@@ -10,7 +10,6 @@ from kvmask.errors import (
     ArgumentError,
     BlockIdError,
     HashInputError,
-    KeyFormatError,
     LayoutError,
     PlanStateError,
     StoreError,

@@ -22,7 +22,8 @@ cdef class LookupCore:
     """
 
     def __cinit__(self, CoordinatorCore coord not None, builders, hashes, num_tokens,
-                  local_tokens=0, staged=True, first_batch=512, growth=4, hint=0, slack=32, local_windows=False):
+                  local_tokens=0, staged=True, first_batch=512, growth=4, hint=0, slack=32,
+                  local_windows=False):
         cdef int64_t n_hashes
         cdef list names = [as_builders(b) for b in builders]
         self.coord = coord

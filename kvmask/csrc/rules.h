@@ -35,7 +35,9 @@ static inline int64_t km_ceil_div(int64_t a, int64_t b) {
     return a / b + (a % b != 0);
 }
 
-static inline int64_t km_align_down(int64_t value, int64_t unit) { return value - value % unit; }
+static inline int64_t km_align_down(int64_t value, int64_t unit) {
+    return value - value % unit;
+}
 
 /* Contiguous blocks a window hit needs, the EAGLE look-ahead block included. */
 static inline int64_t km_window_need(const km_group *g, bool eagle) {

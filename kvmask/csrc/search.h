@@ -61,7 +61,9 @@ static inline int64_t km_block_bit(const km_presence *p, int64_t block) {
     return (block + 1) * p->stride - 1;
 }
 
-static inline int64_t km_present_blocks(const km_presence *p) { return p->nbits / p->stride; }
+static inline int64_t km_present_blocks(const km_presence *p) {
+    return p->nbits / p->stride;
+}
 
 static inline bool km_maybe(const km_presence *p, int64_t bit) {
     return bit < p->nbits && (p->maybe == NULL || km_get(p->maybe, bit));
