@@ -60,7 +60,7 @@ def canonical_cbor(value: Any, depth: int = 0) -> bytes:
             text = value.encode()
         except UnicodeEncodeError:
             raise HashInputError(f"text must be valid Unicode, got {value!r}") from None
-        return _head(3, len(text)) + text
+        return b"".join((_head(3, len(text)), text))
     if kind in (bytes, bytearray):
         return _head(2, len(value)) + bytes(value)
     if kind in (tuple, list):

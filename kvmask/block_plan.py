@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from kvmask._core import Bitset, BlockHashes, build_keys, cut_calls, row_totals
 from kvmask.coordinator import Coordinator
@@ -20,7 +20,6 @@ from kvmask.layout import KVLayout
 Schemas = Sequence[KeySchema | Sequence[KeySchema]]
 Layouts = Sequence[KVLayout | Sequence[KVLayout]]
 Hashes = BlockHashes | Sequence[bytes]
-T = TypeVar("T")
 
 # Mooncake's return codes that plans act on; kvmask.mooncake names all of them.
 INVALID_PARAMS = -600
@@ -40,9 +39,9 @@ SLICE_BYTES = 1 << 16
 PIECES_PER_CALL = 512
 
 
-def per_group(items: Sequence[Any], kind: type[T], name: str, groups: int) -> list[tuple[T, ...]]:
+def per_group(items: Sequence[Any], kind: type, name: str, groups: int) -> list[tuple[Any, ...]]:
     """One tuple per group out of one item, or one sequence of items, per group."""
-    rows: list[tuple[T, ...]] = []
+    rows: list[tuple[Any, ...]] = []
     for item in items:
         row = (item,) if isinstance(item, kind) else tuple(item)
         for entry in row:
@@ -226,8 +225,8 @@ class BlockPlan:
     ) -> None:
         n = len(coord.groups)
         self._coord = coord
-        self._schemas = per_group(schemas, KeySchema, "schemas", n)
-        self._layouts = per_group(layouts, KVLayout, "layouts", n)
+        self._schemas: list[tuple[KeySchema, ...]] = per_group(schemas, KeySchema, "schemas", n)
+        self._layouts: list[tuple[KVLayout, ...]] = per_group(layouts, KVLayout, "layouts", n)
         self._hashes = hashes if isinstance(hashes, BlockHashes) else BlockHashes.from_list(hashes)
         self._null_block = null_block
         if max_pieces is not None:

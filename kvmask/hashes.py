@@ -229,7 +229,7 @@ def _chain(
         # The caller's parent may itself be among the caller's extra keys.
         first = digest(_pickle_block(parent, ids.take(0, block_size), extras[0]))
         rest = _core.TokenIds(ids.take(block_size, blocks * block_size))
-        return first + _chain(rest, block_size, algorithm, first, extras[1:], True)
+        return b"".join((first, _chain(rest, block_size, algorithm, first, extras[1:], True)))
     parts = _serialise_extras(extras, _pickled_extra)
     if _core.splits_frames(block_size, max(len(part) for part in parts if part is not None)):
         return _exact_chain(ids, block_size, digest, parent, extras)
@@ -248,14 +248,11 @@ def _check_block_size(block_size: int) -> int:
     return size
 
 
-def _check_parent(parent: Any) -> bytes:
-    if type(parent) is not bytes:
-        try:
-            parent = bytes(memoryview(parent))
-        except TypeError:
-            raise HashInputError(
-                f"`parent` must be bytes-like, got {type(parent).__name__}"
-            ) from None
+def _check_parent(given: Any) -> bytes:
+    try:
+        parent = given if type(given) is bytes else bytes(memoryview(given))
+    except TypeError:
+        raise HashInputError(f"`parent` must be bytes-like, got {type(given).__name__}") from None
     if len(parent) not in (16, 32):
         raise HashInputError(f"`parent` must be a digest of 16 or 32 bytes, got {len(parent)}")
     return parent

@@ -30,6 +30,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvmask._core import KeyBuilder
 from kvmask._schema import KeySchema, check_counts, check_text, read_digest
@@ -164,11 +165,12 @@ class StrictKeys(KeySchema):
         if not found:
             return
         pairs = [pair.partition("=") for pair in found["tags"].split(",") if pair]
+        ranks: dict[str, Any] = {name: int(found[name]) for name in RANKS}
         schema = cls(
             unescape(found["model"]),
             namespace=unescape(found["namespace"]),
             tags={unescape(name): unescape(value) for name, _, value in pairs},
             facts_digest=found["facts"],
-            **{name: int(found[name]) for name in RANKS},
+            **ranks,
         )
         yield schema, read_digest(found["hex"], key)

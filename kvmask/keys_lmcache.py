@@ -227,8 +227,10 @@ class LMCacheObjectKeys(KeySchema):
         found = _OBJECT_KEY.fullmatch(key)
         if not found:
             return
-        ranks = bytes.fromhex(found["rank"])
-        schema = cls(found["model"], *ranks, int(found["group"], 16), found["salt"] or "")
+        numbers = (*bytes.fromhex(found["rank"]), int(found["group"], 16))
+        names = ("world_size", "rank", "local_world_size", "local_rank", "object_group")
+        fields: dict[str, Any] = dict(zip(names, numbers, strict=True))
+        schema = cls(found["model"], cache_salt=found["salt"] or "", **fields)
         yield schema, read_digest(found["hash"], key)
 
 

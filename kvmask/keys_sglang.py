@@ -165,14 +165,14 @@ class SglangKeys(KeySchema):
         if found["dcp_rank"] is not None:
             grid = _GRID.fullmatch(head or "")
             if grid:
-                sizes = {
+                sizes: dict[str, Any] = {
                     name: int(grid[name])
                     for name in ("tp_size", "dcp_size", "page_size", "pp_size", "cp_size")
                 }
-                ranks = {"dcp_rank": int(found["dcp_rank"]), "cp_rank": int(found["cp_rank"])}
+                sizes |= {"dcp_rank": int(found["dcp_rank"]), "cp_rank": int(found["cp_rank"])}
                 pp_rank = int(found["dcp_pp"] or 0)
                 model = grid["model"] or ""
-                yield cls(model, pp_rank=pp_rank, mla=True, part=part, **ranks, **sizes), digest
+                yield cls(model, pp_rank=pp_rank, mla=True, part=part, **sizes), digest
             return
         numbers = [int(word) for word in found["owner"].split("_") if word]
         # One number is a TP rank, or the stage of an MLA model; a draft's own keys do not say.

@@ -35,6 +35,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvmask._core import KeyBuilder, build_keys
 from kvmask._schema import (
@@ -205,6 +206,6 @@ class VllmKeys(KeySchema):
             )
         if at and not prefix:
             return
-        ranks = {name: int(found[name]) for name in RANKS}
+        ranks: dict[str, Any] = {name: int(found[name]) for name in RANKS}
         schema = cls(model, cache_prefix=prefix, namespace=found["namespace"], **ranks)
         yield schema, read_digest(found["hex"], key)
