@@ -161,6 +161,7 @@ def main() -> int:
             print("the engine kept its prefix cache", file=sys.stderr)
             return 1
         second, second_logprobs, hits = serve(engine)
+        engine.llm_engine.engine_core.shutdown()  # before its master is gone
     pairs = zip(chain(*first_logprobs), chain(*second_logprobs), strict=False)
     drift = max(abs(a - b) for a, b in pairs)
     result = {
