@@ -5,11 +5,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+from kvmask import mooncake
+
+# Machines differ in speed and a test never asserts a time; derandomized runs repeat on CI.
+settings.register_profile("kvmask", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "kvmask")
 
 # Mooncake's client logs each set-up line by line; its errors stay.
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-
-from kvmask import mooncake
 
 
 @pytest.fixture(scope="session")
