@@ -57,12 +57,13 @@ def canonical_cbor(value: Any, depth: int = 0) -> bytes:
         return _head(0, value) if value >= 0 else _head(1, -1 - value)
     if kind is str:
         try:
-            text = value.encode()
+            text: bytes = value.encode()
         except UnicodeEncodeError:
             raise HashInputError(f"text must be valid Unicode, got {value!r}") from None
         return b"".join((_head(3, len(text)), text))
     if kind in (bytes, bytearray):
-        return _head(2, len(value)) + bytes(value)
+        data = bytes(value)
+        return _head(2, len(data)) + data
     if kind in (tuple, list):
         if depth >= MAX_DEPTH:
             raise HashInputError(f"extra keys must not be nested deeper than {MAX_DEPTH}")

@@ -1,4 +1,4 @@
-"""The `kvmask` command: doctor, demo, explain, bench."""
+"""The `kvmask` command: doctor, demo, explain, bench, key."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from kvmask.cli_key import add_key_command
 from kvmask.errors import ArgumentError, KVMaskError
 
 
@@ -177,6 +178,8 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--tokens", type=int, nargs="+", default=[8_192, 131_072])
     bench.add_argument("--repeat", type=int, default=5)
     bench.set_defaults(run=run_bench)
+
+    add_key_command(commands)
     return parser
 
 

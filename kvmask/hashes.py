@@ -228,7 +228,7 @@ def _chain(
     if not own_parent and extras[0] is not None:
         # The caller's parent may itself be among the caller's extra keys.
         first = digest(_pickle_block(parent, ids.take(0, block_size), extras[0]))
-        rest = _core.TokenIds(ids.take(block_size, blocks * block_size))
+        rest = ids.part(block_size, blocks * block_size)
         return b"".join((first, _chain(rest, block_size, algorithm, first, extras[1:], True)))
     parts = _serialise_extras(extras, _pickled_extra)
     if _core.splits_frames(block_size, max(len(part) for part in parts if part is not None)):

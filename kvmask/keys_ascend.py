@@ -47,7 +47,7 @@ from kvmask.errors import ArgumentError, KeyFormatError
 RANKS = ("head_or_tp_rank", "pcp_rank", "dcp_rank", "pp_rank", "group_id")
 
 _CONTEXT = (
-    r"(?P<model>.+)(?:@pcp(?P<colon>:?)(?P<pcp_rank>\d+)@dcp(?P=colon)|@dcp:)(?P<dcp_rank>\d+)"
+    r"(?P<model>.+?)(?:@pcp(?P<colon>:?)(?P<pcp_rank>\d+)@dcp(?P=colon)|@dcp:)(?P<dcp_rank>\d+)"
 )
 _KEY = re.compile(
     _CONTEXT + r"@head_or_tp_rank:(?P<head_or_tp_rank>\d+)(?:@pp_rank:(?P<pp_rank>\d+))?"

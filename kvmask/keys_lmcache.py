@@ -149,20 +149,19 @@ class LMCacheKeys(KeySchema):
             raise KeyFormatError(f"a key must not name a tag twice, got {key!r}")
         text = found["hash"]
         digest = read_digest("0" + text if len(text) % 2 else text, key)
-        # Digits that start with a zero, or are as many as a whole digest has, are bytes.
-        number = len(text) <= 16 and (text == "0" or not text.startswith("0"))
-        yield (
-            cls(
+        layer = None if found["layer"] is None else int(found["layer"])
+        # LMCache's own hashes are numbers of 8 bytes; more digits are those of a whole digest.
+        for number in (True, False) if len(text) <= 16 else (False, True):
+            schema = cls(
                 found["model"],
                 int(found["world_size"]),
                 int(found["worker_id"]),
                 found["dtype"],
-                None if found["layer"] is None else int(found["layer"]),
+                layer,
                 tags,
                 number,
-            ),
-            digest,
-        )
+            )
+            yield schema, digest
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,257 @@
+"""`kvmask key`: from token ids to the keys an engine uses, and back from a key to its parts."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+import typing
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvmask._core import BlockHashes
+from kvmask._schema import KeySchema
+from kvmask.errors import ArgumentError, KeyFormatError, KeyFormatWarning
+from kvmask.extra_keys import block_extra_keys
+from kvmask.hashes import ALGORITHMS, hash_tokens, start_hash
+from kvmask.keys import (
+    AscendKeys,
+    LMCacheKeys,
+    LMCacheObjectKeys,
+    SglangKeys,
+    StrictKeys,
+    VllmKeys,
+    lmcache_chunk_hashes,
+    sglang_page_hashes,
+)
+
+ENGINES: dict[str, type[KeySchema]] = {
+    "vllm": VllmKeys,
+    "ascend": AscendKeys,
+    "sglang": SglangKeys,
+    "lmcache": LMCacheKeys,
+    "lmcache-objects": LMCacheObjectKeys,
+    "strict": StrictKeys,
+}
+# What the engine calls the rank and group options.
+SHORT = {
+    "ascend": {"tp_rank": "head_or_tp_rank", "group": "group_id"},
+    "lmcache": {"tp_rank": "worker_id"},
+    "lmcache-objects": {"tp_rank": "rank", "group": "object_group"},
+}
+
+
+def read_tokens(path: str) -> list[int]:
+    """Token ids from a JSON list or from numbers apart by commas or white space; "-" is stdin."""
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(
+            f"`--tokens` must name a readable file, got {path!r}: {error}"
+        ) from None
+    words = [word for word in re.split(r"[\s,\[\]]+", text) if word]
+    try:
+        return [int(word) for word in words]
+    except ValueError as error:
+        raise ArgumentError(f"`--tokens` must hold integers: {error}") from None
+
+
+def schema_fields(engine: str) -> dict[str, Any]:
+    """Names and types of what a schema of an engine is made from."""
+    cls: Any = ENGINES[engine]
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
+
+
+def convert(name: str, text: str, hint: Any) -> Any:
+    """A field's value from the command line."""
+    if typing.get_origin(hint) is Mapping:
+        pairs = [pair.partition("=") for pair in text.split(",") if pair]
+        return {key: value for key, _, value in pairs}
+    kinds = typing.get_args(hint) or (hint,)
+    if bool in kinds:
+        if text.lower() not in ("true", "false"):
+            raise ArgumentError(f"`{name}` must be true or false, got {text!r}")
+        return text.lower() == "true"
+    if int in kinds:
+        try:
+            return int(text)
+        except ValueError:
+            raise ArgumentError(f"`{name}` must be an integer, got {text!r}") from None
+    return text
+
+
+def make_schema(args: argparse.Namespace) -> KeySchema:
+    """The schema that the options describe."""
+    fields = schema_fields(args.engine)
+    given: dict[str, Any] = {}
+    for option in ("model", "tp_rank", "pp_rank", "group", "release"):
+        value = getattr(args, option)
+        if value is None:
+            continue
+        name = SHORT.get(args.engine, {}).get(option, "group_id" if option == "group" else option)
+        if name not in fields:
+            if option == "release":
+                continue
+            raise ArgumentError(
+                f"`--{option.replace('_', '-')}` is no part of the keys of {args.engine!r}, whose "
+                f"parts are {', '.join(fields)}"
+            )
+        given[name] = value
+    for pair in args.set or ():
+        name, equals, text = pair.partition("=")
+        if not equals or name not in fields:
+            raise ArgumentError(
+                f"`--set` must be NAME=VALUE with a name out of {', '.join(fields)}, got {pair!r}"
+            )
+        given[name] = convert(name, text, fields[name])
+    if "model" not in given and args.engine != "sglang":
+        raise ArgumentError("`--model` must be given to make keys, got none")
+    return typing.cast(Callable[..., KeySchema], ENGINES[args.engine])(**given)
+
+
+def make_hashes(args: argparse.Namespace, tokens: list[int]) -> tuple[BlockHashes, int, int]:
+    """(hashes, tokens per hash block, hash blocks per key)."""
+    if args.engine == "sglang":
+        size = args.block_size or 64
+        return sglang_page_hashes(tokens, size, cache_salt=args.salt), size, 1
+    if args.engine.startswith("lmcache"):
+        size = args.block_size or 256
+        objects = args.engine == "lmcache-objects"
+        algorithm = args.algorithm or ("blake3" if objects else "sha256_cbor")
+        return lmcache_chunk_hashes(tokens, size, algorithm, args.seed, objects), size, 1
+    block = args.block_size or 16
+    size = args.hash_block or block
+    if size < 1 or block % size:
+        raise ArgumentError(
+            f"`--block-size` must be a multiple of `--hash-block`, got {block} and {size}"
+        )
+    release = args.release if args.engine == "vllm" and args.release else "0.32"
+    algorithm = args.algorithm or "sha256"
+    if algorithm not in ALGORITHMS:
+        raise ArgumentError(
+            f"`--algorithm` must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}"
+        )
+    extras = None
+    if args.salt or args.adapter:
+        extras = block_extra_keys(
+            len(tokens) // size,
+            size,
+            adapter=tuple(args.adapter) if args.adapter else None,
+            cache_salt=args.salt,
+            release=release,
+        )
+    start = start_hash(algorithm, args.seed, release)
+    return (
+        hash_tokens(tokens, size, algorithm, parent=start, extra_keys=extras),
+        size,
+        block // size,
+    )
+
+
+def parts(schema: KeySchema) -> Iterator[tuple[str, Any]]:
+    """What a schema was made from."""
+    for field in dataclasses.fields(typing.cast(Any, schema)):
+        if field.init:
+            yield field.name, getattr(schema, field.name)
+
+
+def show_parts(key: str, engines: list[str], as_json: bool) -> bool:
+    """Print every reading of a key; False when there is none."""
+    found = []
+    for engine in engines:
+        try:
+            schema, digest = ENGINES[engine].parse(key)
+        except KeyFormatError as error:
+            if not str(error).startswith("not a key"):
+                print(f"kvmask: {engine}: {error}", file=sys.stderr)
+            continue
+        fields = {"engine": engine, **dict(parts(schema)), "digest": digest.hex()}
+        found.append(fields)
+    if as_json:
+        print(json.dumps({"key": key, "readings": found}, default=dict))
+    for fields in [] if as_json else found:
+        for name, value in fields.items():
+            print(f"{name:16} {value}")
+        print()
+    if not found:
+        print(f"kvmask: no key of {', '.join(engines)}: {key!r}", file=sys.stderr)
+    return bool(found)
+
+
+def run_key(args: argparse.Namespace) -> int:
+    """Run the command."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", KeyFormatWarning)
+        status = _run(args)
+    for message in dict.fromkeys(str(entry.message) for entry in seen):
+        print(f"kvmask: warning: {message}", file=sys.stderr)
+    return status
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.keys:
+        engines = [args.engine] if args.engine else list(ENGINES)
+        read = [show_parts(key, engines, args.json) for key in args.keys]
+        return 0 if all(read) else 1
+    if args.tokens is None:
+        raise ArgumentError("`key` needs keys to take apart, or `--tokens` to make some")
+    args.engine = args.engine or "vllm"
+    tokens = read_tokens(args.tokens)
+    schema = make_schema(args)
+    hashes, size, scale = make_hashes(args, tokens)
+    keys = schema.keys(hashes, scale=scale)
+    step = size * scale
+    if args.json:
+        rows = [{"start": i * step, "stop": (i + 1) * step, "key": k} for i, k in enumerate(keys)]
+        print(json.dumps(rows))
+        return 0
+    for i, key in enumerate(keys):
+        print(f"{i * step:8} {(i + 1) * step:8}  {key}")
+    left = len(tokens) - len(keys) * step
+    print(f"# {len(keys)} keys of {step} tokens, {left} tokens without one", file=sys.stderr)
+    return 0
+
+
+def add_key_command(commands: Any) -> argparse.ArgumentParser:
+    """Add `key` to the subcommands of a parser.
+
+    Args:
+        commands: What `argparse.ArgumentParser.add_subparsers` returned.
+
+    Returns:
+        The subcommand's parser; its default `run` takes the parsed arguments.
+    """
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "key",
+        help="make an engine's keys from token ids, or take keys apart",
+        description="Without KEY, print the keys of the tokens in a file, one per block, after the "
+        "first token and the one past the last. With KEY, print what it is made of, in every "
+        "engine's reading unless --engine is given.",
+    )
+    parser.add_argument("keys", nargs="*", metavar="KEY", help="a key to take apart")
+    parser.add_argument("--engine", choices=list(ENGINES), help="default: vllm")
+    parser.add_argument("--release", help="of the engine, as in 0.32")
+    parser.add_argument("--model")
+    parser.add_argument("--tp-rank", type=int, metavar="RANK")
+    parser.add_argument("--pp-rank", type=int, metavar="RANK")
+    parser.add_argument("--group", type=int, metavar="INDEX", help="KV cache group")
+    parser.add_argument(
+        "--set", action="append", metavar="NAME=VALUE", help="any other part of the key"
+    )
+    parser.add_argument("--tokens", metavar="FILE", help="token ids, JSON or plain; - is stdin")
+    parser.add_argument("--block-size", type=int, metavar="TOKENS", help="tokens per key")
+    parser.add_argument(
+        "--hash-block", type=int, metavar="TOKENS", help="tokens per hash; default: --block-size"
+    )
+    parser.add_argument("--algorithm", help="hash algorithm; default: the engine's own")
+    parser.add_argument("--seed", help="text of the start hash; default: as the engine")
+    parser.add_argument("--salt", help="the request's cache salt")
+    parser.add_argument("--adapter", nargs=2, metavar=("NAME", "PATH"), help="LoRA adapter")
+    parser.add_argument("--json", action="store_true")
+    parser.set_defaults(run=run_key)
+    return parser
