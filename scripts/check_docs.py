@@ -1,4 +1,4 @@
-"""Check README, CONTRIBUTING and docs/: links lead somewhere, commands and names exist, examples run.
+"""Check README, CONTRIBUTING and docs/: links, commands and names exist, and examples run.
 
 Links to files of the project must exist, `make x` must name a target, `kvmask x` a subcommand,
 `kvmask.x` something that can be imported, and every ``>>>`` example in a ```python fence must print
