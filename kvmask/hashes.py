@@ -344,6 +344,7 @@ class BlockHasher:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens seen so far."""
         return len(self.hashes) * self.block_size + len(self._tail)
 
     def extend(self, token_ids: Any, extra_keys: ExtraKeys | None = None) -> list[bytes]:

@@ -1,12 +1,16 @@
-"""Check README, CONTRIBUTING and docs/: links lead somewhere, commands exist, examples run.
+"""Check README, CONTRIBUTING and docs/: links, commands and names exist, and examples run.
 
-Links to files of the project must exist, `make x` must name a target, `kvmask x` a subcommand, and
-every ``>>>`` example in a ```python fence must print what it says.
+Links to files of the project must exist, `make x` must name a target, `kvmask x` a subcommand,
+`kvmask.x` something that can be imported, and every ``>>>`` example in a ```python fence must print
+what it says. Examples of one page share their names.
 """
 
 import doctest
+import importlib
+import importlib.util
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvmask.cli import build_parser
@@ -14,43 +18,102 @@ from kvmask.cli import build_parser
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-MAKE = re.compile(r"(?:^|`)make ([a-z][a-z-]*)", re.MULTILINE)
-KVMASK = re.compile(r"(?:^|`)kvmask ([a-z]+)", re.MULTILINE)
+INLINE = re.compile(r"`([^`\n]+)`")
+MAKE = re.compile(r"^make ([a-z][a-z-]*)", re.MULTILINE)
+KVMASK = re.compile(r"^kvmask ([a-z]+)", re.MULTILINE)
+NAME = re.compile(r"\bkvmask(?:\.[A-Za-z_]\w*)+")
 
 
-def check(path: Path, targets: set[str], commands: set[str]) -> list[str]:
-    """Return one line per mistake of a page."""
+def pages() -> list[Path]:
+    """README and its siblings, then docs/."""
+    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("**/*.md"))]
+
+
+def fences(text: str, language: str) -> list[str]:
+    """Contents of the fenced blocks in one language."""
+    return [body for lang, body in FENCE.findall(text) if lang == language]
+
+
+def make_targets() -> set[str]:
+    """Targets of the Makefile."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    return {
+        name
+        for line in re.findall(r"^([a-z][a-z -]*):", makefile, re.MULTILINE)
+        for name in line.split()
+    }
+
+
+def subcommands() -> set[str]:
+    """What can follow `kvmask` on the command line."""
+    return {name for action in build_parser()._actions for name in (action.choices or ())}
+
+
+def exists(dotted: str) -> bool:
+    """Whether a dotted name can be imported or reached from a module."""
+    if dotted.startswith("kvmask.vllm") and importlib.util.find_spec("vllm") is None:
+        return True
+    parts = dotted.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            value = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            if not hasattr(value, part):
+                return False
+            value = getattr(value, part)
+        return True
+    return False
+
+
+def run_examples(text: str, name: str) -> list[str]:
+    """Failures of the ``>>>`` examples of a page."""
+    examples = "\n".join(b for b in fences(text, "python") if ">>>" in b)
+    if not examples:
+        return []
+    said: list[str] = []
+    test = doctest.DocTestParser().get_doctest(examples, {}, name, name, 0)
+    doctest.DocTestRunner(verbose=False).run(test, out=said.append)
+    return said
+
+
+def mistakes(path: Path) -> Iterator[str]:
+    """One line per mistake of a page; examples apart."""
     text = path.read_text(encoding="utf-8")
-    wrong = []
-    for target in LINK.findall(FENCE.sub("", text)):
+    prose = FENCE.sub("", text)
+    shell = "\n".join(fences(text, "sh"))
+    code = "\n".join([shell, *INLINE.findall(prose)])
+    for target in LINK.findall(prose):
         if "://" in target or target.startswith(("#", "mailto:")):
             continue
         if not (path.parent / target.partition("#")[0]).exists():
-            wrong.append(f"link to {target}, which does not exist")
-    wrong += [f"make {t}, which is no target" for t in MAKE.findall(text) if t not in targets]
-    wrong += [f"kvmask {c}, which is no command" for c in KVMASK.findall(text) if c not in commands]
-    examples = "\n".join(b for lang, b in FENCE.findall(text) if lang == "python" and ">>>" in b)
-    if examples:
-        test = doctest.DocTestParser().get_doctest(examples, {}, path.name, str(path), 0)
-        said: list[str] = []
-        runner = doctest.DocTestRunner(verbose=False)
-        runner.run(test, out=said.append)
-        wrong += said
-    return wrong
+            yield f"link to {target}, which does not exist"
+    yield from (f"make {t}, which is no target" for t in MAKE.findall(code) if t not in TARGETS)
+    yield from (f"kvmask {c}, which is no command" for c in KVMASK.findall(code) if c not in KNOWN)
+    named = "\n".join([*INLINE.findall(prose), *fences(text, "python")])
+    for name in sorted(set(NAME.findall(named))):
+        if not exists(name):
+            yield f"{name}, which does not exist"
+
+
+TARGETS = make_targets()
+KNOWN = subcommands()
+
+
+def check(path: Path) -> list[str]:
+    """Return one line per mistake of a page."""
+    return [*mistakes(path), *run_examples(path.read_text(encoding="utf-8"), path.name)]
 
 
 def main() -> int:
-    pages = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("**/*.md"))]
-    makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
-    commands = {name for action in build_parser()._actions for name in (action.choices or ())}
-    mistakes = 0
-    for page in pages:
-        for line in check(page, targets, commands):
+    found = 0
+    for page in pages():
+        for line in check(page):
             print(f"{page.relative_to(ROOT)}: {line}")
-            mistakes += 1
-    print(f"{len(pages)} pages, {mistakes} mistakes")
-    return 1 if mistakes else 0
+            found += 1
+    print(f"{len(pages())} pages, {found} mistakes")
+    return 1 if found else 0
 
 
 if __name__ == "__main__":
