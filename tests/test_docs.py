@@ -198,6 +198,12 @@ def test_extras_table():
     assert project["license"] == "Apache-2.0"
 
 
+def test_every_package_is_installed():
+    setup = tomllib.loads(read("pyproject.toml"))["tool"]["setuptools"]
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "kvmask").rglob("__init__.py")}
+    assert set(setup["packages"]) == {".".join(folder.parts) for folder in folders}
+
+
 def test_pages_table():
     linked = set(docs.LINK.findall(README))
     assert {name for name in PAGES if name != "README.md"} <= linked
