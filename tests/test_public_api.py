@@ -57,10 +57,6 @@ STAGES = {
     "coordinator": 2,
     "hashes": 2,
     "keys": 2,
-    "keys_ascend": 2,
-    "keys_lmcache": 2,
-    "keys_sglang": 2,
-    "keys_vllm": 2,
     "layout": 2,
     "block_plan": 3,
     "plan": 3,
@@ -75,6 +71,7 @@ STAGES = {
     "cli": 5,
     "__main__": 5,
 }
+FAMILIES = {"keys_": 2, "cli_": 5}
 LAST_STAGE = 6  # kvmask.vllm, and modules that the table does not know yet
 
 
@@ -108,7 +105,8 @@ def own_imports(name):
 
 
 def stage(name):
-    return STAGES.get(name, LAST_STAGE)
+    family = [level for prefix, level in FAMILIES.items() if name.startswith(prefix)]
+    return STAGES.get(name, family[0] if family else LAST_STAGE)
 
 
 def test_public_names():
