@@ -6,8 +6,8 @@ The rules are vLLM's (0.32.0; see docs/semantics.md), computed on bitsets in the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 
 from kvmask._core import MAX_SETS, MAX_TOKENS, Bitset, CoordinatorCore
 from kvmask.errors import AlignmentError, ArgumentError
@@ -234,15 +234,11 @@ def _merge(groups: Sequence[Group]) -> tuple[list[int], list[bool]]:
     Mirrors the grouping of vLLM's store coordinator: by equal specs, in order of appearance, then
     a stable sort that puts full attention first.
     """
-    found: dict[Group, list[int]] = {}
+    found: dict[tuple[tuple[str, int, int], Hashable], list[int]] = {}
     for i, g in enumerate(groups):
         if g.prefix_cacheable:
-            plain: Group = replace(g, eagle=False)
-            if isinstance(plain, SlidingWindow):
-                covered = plain.window + plain.extra_retained_tokens
-                plain = replace(plain, window=covered, extra_retained_tokens=0)
-            found.setdefault(plain, []).append(i)
-    ordered = sorted(found.items(), key=lambda item: not isinstance(item[0], FullAttention))
+            found.setdefault((group_row(g), g.spec), []).append(i)
+    ordered = sorted(found.items(), key=lambda item: item[0][0][0] != "full")
     sets = [-1] * len(groups)
     flagged = []
     for k, (_, members) in enumerate(ordered):

@@ -21,8 +21,17 @@ def check_count(value: int, name: str, low: int = 1) -> None:
         raise ArgumentError(f"`{name}` must be at least {low}, got {value}")
 
 
+class Group:
+    """What all kinds of groups have in common; see FullAttention for the fields."""
+
+    block_size: int
+    prefix_cacheable: bool
+    eagle: bool
+    spec: Hashable
+
+
 @dataclass(frozen=True)
-class FullAttention:
+class FullAttention(Group):
     """Every token attends to the whole prefix: a hit needs every block from the start.
 
     Args:
@@ -47,7 +56,7 @@ class FullAttention:
 
 
 @dataclass(frozen=True)
-class SlidingWindow:
+class SlidingWindow(Group):
     """A token attends to the last ``window`` tokens: a hit needs the blocks below its end.
 
     Args:
@@ -74,7 +83,7 @@ class SlidingWindow:
 
 
 @dataclass(frozen=True)
-class ChunkedLocal:
+class ChunkedLocal(Group):
     """Tokens attend within their chunk: blocks before the current chunk count as present.
 
     Args:
@@ -99,7 +108,7 @@ class ChunkedLocal:
 
 
 @dataclass(frozen=True)
-class Mamba:
+class Mamba(Group):
     """State layers (align mode): a hit needs the one state that ends at its boundary.
 
     Args:
@@ -116,6 +125,3 @@ class Mamba:
 
     def __post_init__(self) -> None:
         check_count(self.block_size, "block_size")
-
-
-Group = FullAttention | SlidingWindow | ChunkedLocal | Mamba
