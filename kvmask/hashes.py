@@ -203,15 +203,24 @@ def _exact_chain(
     return b"".join(out)
 
 
-def _chain(
+def chain_hashes(
     ids: "_core.TokenIds",
     block_size: int,
     algorithm: str,
     parent: bytes,
-    extra_keys: ExtraKeys | None,
-    own_parent: bool,
+    extra_keys: ExtraKeys | None = None,
+    own_parent: bool = True,
 ) -> bytes:
-    """Digests of all full blocks. `own_parent`: no extra key can be the same object as it."""
+    """Digests of all full blocks, one after the other; `hash_tokens` without its checks.
+
+    Args:
+        ids: Token ids.
+        block_size: Tokens per hash block.
+        algorithm: One of ``ALGORITHMS``.
+        parent: Digest before the first block, or the start hash.
+        extra_keys: One tuple or None per full block.
+        own_parent: Whether no extra key can be the same object as ``parent``.
+    """
     encoding, find_digest, _ = _kind(algorithm)
     digest = find_digest()
     blocks = len(ids) // block_size
@@ -229,7 +238,7 @@ def _chain(
         # The caller's parent may itself be among the caller's extra keys.
         first = digest(_pickle_block(parent, ids.take(0, block_size), extras[0]))
         rest = ids.part(block_size, blocks * block_size)
-        return b"".join((first, _chain(rest, block_size, algorithm, first, extras[1:], True)))
+        return b"".join((first, chain_hashes(rest, block_size, algorithm, first, extras[1:], True)))
     parts = _serialise_extras(extras, _pickled_extra)
     if _core.splits_frames(block_size, max(len(part) for part in parts if part is not None)):
         return _exact_chain(ids, block_size, digest, parent, extras)
@@ -303,7 +312,7 @@ def hash_tokens(
     else:
         start = _check_parent(parent)
     ids = token_ids if type(token_ids) is _core.TokenIds else _core.TokenIds(token_ids)
-    return BlockHashes(_chain(ids, size, algorithm, start, extra_keys, own_parent), width)
+    return BlockHashes(chain_hashes(ids, size, algorithm, start, extra_keys, own_parent), width)
 
 
 class BlockHasher:
@@ -374,13 +383,14 @@ class BlockHasher:
         if need:
             # Only this block is copied; those after it are read where they lie.
             block = _core.TokenIds((*self._tail, *ids.take(0, need)))
-            new = parent = _chain(block, size, self.algorithm, parent, extras and extras[:1], True)
+            new = parent = chain_hashes(
+                block, size, self.algorithm, parent, extras and extras[:1], True
+            )
             ids = ids.part(need, len(ids))
             extras = extras and extras[1:]
         tail = ids.take(len(ids) // size * size, len(ids))
-        new += _chain(ids, size, self.algorithm, parent, extras, True)
-        width = self.digest_size
-        digests = [new[i : i + width] for i in range(0, len(new), width)]
+        new += chain_hashes(ids, size, self.algorithm, parent, extras, True)
+        digests = _core.split_digests(new, self.digest_size)
         self._tail = list(tail)
         if digests:
             self._last = digests[-1]

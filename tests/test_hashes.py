@@ -315,6 +315,24 @@ class TestTokenIds:
         with pytest.raises(HashInputError, match="plain ints, got int64 at index 0"):
             hash_tokens([np.int64(1)] * 4, 4)
 
+    def test_start(self):
+        ids = list(range(50))
+        for make in (list, tuple):
+            for start in (0, 7, 50):
+                tokens = _core.TokenIds(make(ids), start)
+                assert tokens.take(0, len(tokens)) == tuple(ids[start:])
+        with pytest.raises(HashInputError, match="got bool at index 3"):
+            _core.TokenIds([0, 1, 2, True], 2)
+        for start in (-1, 51):
+            with pytest.raises(ArgumentError, match=f"from 0 to 50, got {start}"):
+                _core.TokenIds(ids, start)
+        with pytest.raises(ArgumentError, match="must be 0 for a array, got 1"):
+            _core.TokenIds(array.array("q", ids), 1)
+
+    def test_split_digests(self):
+        assert _core.split_digests(b"abcdef", 2) == [b"ab", b"cd", b"ef"]
+        assert _core.split_digests(b"", 2) == []
+
     def test_only_full_blocks(self):
         assert len(hash_tokens([1, 2, 3], 4)) == 0
         assert len(hash_tokens([], 4)) == 0

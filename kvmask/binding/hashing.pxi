@@ -7,7 +7,9 @@ from cpython.buffer cimport (
     PyObject_GetBuffer,
 )
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.list cimport PyList_New, PyList_SET_ITEM
 from cpython.object cimport PyObject
+from cpython.ref cimport Py_INCREF
 
 
 cdef extern from *:
@@ -129,6 +131,7 @@ cdef class TokenIds:
     Args:
         ids: list, tuple or other sequence of int; or a one-dimensional buffer, array interface or
             CPU tensor of int32 or int64.
+        start: First token to take, from a list or tuple only.
 
     Raises:
         HashInputError: Anything else, or a value out of range in a sequence.
@@ -141,10 +144,12 @@ cdef class TokenIds:
     cdef int64_t *copied
     cdef object owner
 
-    def __cinit__(self, ids):
+    def __cinit__(self, ids, Py_ssize_t start=0):
         self.copied = NULL
         if type(ids) is list or type(ids) is tuple:
-            self.copy(ids)
+            self.copy(ids, start)
+        elif start:
+            raise ArgumentError(f"`start` must be 0 for a {type(ids).__name__}, got {start}")
         elif isinstance(ids, (str, bytes, bytearray)):
             raise HashInputError(f"`token_ids` must hold integers, got {type(ids).__name__}")
         elif PyObject_CheckBuffer(ids):
@@ -156,7 +161,7 @@ cdef class TokenIds:
             self.from_tensor(ids)
             self.owner = ids
         elif hasattr(ids, "__len__") and hasattr(ids, "__getitem__"):
-            self.copy(tuple(ids))
+            self.copy(tuple(ids), 0)
         else:
             raise HashInputError(
                 f"`token_ids` must be a sequence, an array or a tensor, got {type(ids).__name__}"
@@ -170,8 +175,10 @@ cdef class TokenIds:
     def __len__(self):
         return self.n
 
-    cdef int copy(self, object ids) except -1:
-        cdef Py_ssize_t n = len(ids), i = 0, step, done
+    cdef int copy(self, object ids, Py_ssize_t start) except -1:
+        cdef Py_ssize_t n = len(ids) - start, i = 0, step, done
+        if start < 0 or n < 0:
+            raise ArgumentError(f"`start` must be from 0 to {len(ids)}, got {start}")
         self.copied = <int64_t *>malloc((n or 1) * sizeof(int64_t))
         if not self.copied:
             raise MemoryError
@@ -179,15 +186,15 @@ cdef class TokenIds:
             if i:
                 with nogil:
                     pass
-                if len(ids) != n:
+                if len(ids) != start + n:
                     raise HashInputError(
                         "`token_ids` must not change while it is hashed, "
-                        f"got {len(ids)} tokens after {n}"
+                        f"got {len(ids)} tokens after {start + n}"
                     )
             step = min(n - i, c_list_step)
-            done = km_take_ints(PySequence_Fast_ITEMS(ids) + i, step, self.copied + i)
+            done = km_take_ints(PySequence_Fast_ITEMS(ids) + start + i, step, self.copied + i)
             if done < step:
-                token_error(ids[i + done], i + done)
+                token_error(ids[start + i + done], start + i + done)
             i += step
         self.n = n
         self.view = km_tokens(<const char *>self.copied, sizeof(int64_t), sizeof(int64_t))
@@ -375,6 +382,18 @@ def splits_frames(int64_t block_size, int64_t extra_size):
         extra_size: Bytes of its serialised extra keys.
     """
     return km_may_split(block_size, 32, extra_size)
+
+
+def split_digests(bytes flat not None, Py_ssize_t size):
+    """Digests that lie one after the other, as a list of bytes."""
+    cdef Py_ssize_t i, n = PyBytes_GET_SIZE(flat) // size if size > 0 else 0
+    cdef const char *data = PyBytes_AS_STRING(flat)
+    cdef list out = PyList_New(n)
+    for i in range(n):
+        digest = PyBytes_FromStringAndSize(data + i * size, size)
+        Py_INCREF(digest)
+        PyList_SET_ITEM(out, i, digest)
+    return out
 
 
 cdef class Chain:
