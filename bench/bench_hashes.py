@@ -1,14 +1,19 @@
-"""Block hashing: ns per block against vLLM, in one run.
+"""Block hashing and key building: ns each, hashing against vLLM and SGLang in one run.
 
-    python bench/bench_hashes.py [--tokens 131072] [--repeat 5]
+    python bench/bench_hashes.py [--tokens 131072] [--repeat 5] [--sglang hicache_hash_cpp.so]
 
-vLLM's side is its own request hasher over a real Request. Every figure is the best of the
-repetitions; before timing, both sides' digests are compared, so an unequal result cannot be faster.
-Needs vLLM 0.32; without it only kvmask's own figures are printed.
+vLLM's side is its own request hasher over a real Request; "drop-in" is kvmask's over the same.
+Every figure is the best of the repetitions; before timing, both sides' digests are compared, so an
+unequal result cannot be faster. Without vLLM only kvmask's own figures are printed. SGLang's side
+is its compiled hash, `mem_cache/cpp_utils/hash_binding.cpp` of its package, built with pybind11:
+
+    g++ -O3 -mavx2 -std=c++17 -DNDEBUG -shared -fPIC -DTORCH_EXTENSION_NAME=hicache_hash_cpp \
+        -I<pybind11> -I<python> hash_binding.cpp -o hicache_hash_cpp.so -lcrypto
 """
 
 import argparse
 import array
+import importlib.util
 import os
 import platform
 import random
@@ -20,6 +25,15 @@ from typing import Any
 from kvmask import _core
 from kvmask._digests import sha256, xxh3_128
 from kvmask.hashes import ALGORITHMS, BlockHasher, hash_tokens
+from kvmask.keys import (
+    AscendKeys,
+    LMCacheKeys,
+    LMCacheObjectKeys,
+    SglangKeys,
+    StrictKeys,
+    VllmKeys,
+    sglang_page_hashes,
+)
 
 SEED = "0"
 TARGETS = {"sha256": 10, "sha256_cbor": 15, "xxhash": 6, "xxhash_cbor": 6}
@@ -35,11 +49,16 @@ def best(call: Callable[[], Any], repeat: int) -> float:
     return min(times)
 
 
-def vllm_hasher(algorithm: str, block_size: int, tokens: list[int]) -> Callable[[], list[bytes]]:
+def vllm_hashers(
+    algorithm: str, block_size: int, tokens: list[int]
+) -> tuple[Callable[[], list[bytes]], Callable[[], list[bytes]]]:
+    """vLLM's own hasher and the drop-in, over one request."""
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.request import Request
+
+    from kvmask.vllm.hashing import request_block_hasher
 
     hash_fn = get_hash_fn_by_name(algorithm)
     kv_cache_utils.init_none_hash(hash_fn)
@@ -49,8 +68,9 @@ def vllm_hasher(algorithm: str, block_size: int, tokens: list[int]) -> Callable[
         sampling_params=SamplingParams(max_tokens=1),
         pooling_params=None,
     )
-    hasher = kv_cache_utils.get_request_block_hasher(block_size, hash_fn)
-    return lambda: hasher(request)
+    own = kv_cache_utils.get_request_block_hasher(block_size, hash_fn)
+    ours = request_block_hasher(block_size, hash_fn)
+    return lambda: own(request), lambda: ours(request)
 
 
 def table(tokens: list[int], repeat: int) -> None:
@@ -63,7 +83,10 @@ def table(tokens: list[int], repeat: int) -> None:
         print(f"vLLM {vllm.__version__}")
         reference = True
     flat = array.array("q", tokens)
-    print(f"{'algorithm':12} {'block':>5} {'vLLM':>8} {'list':>7} {'int64':>7}  ns per block")
+    print(
+        f"{'algorithm':12} {'block':>5} {'vLLM':>8} {'drop-in':>8} {'list':>7} {'int64':>7}"
+        "  ns per block"
+    )
     for algorithm in ALGORITHMS:
         for block_size in (4, 16):
             blocks = len(tokens) // block_size
@@ -71,18 +94,59 @@ def table(tokens: list[int], repeat: int) -> None:
             def own(ids: Any = tokens, a: str = algorithm, b: int = block_size) -> Any:
                 return hash_tokens(ids, b, a, seed=SEED)
 
-            theirs = float("nan")
+            theirs = drop_in = float("nan")
             if reference:
-                call = vllm_hasher(algorithm, block_size, tokens)
-                if call() != list(own()):
+                call, ours = vllm_hashers(algorithm, block_size, tokens)
+                if not call() == ours() == list(own()):
                     raise SystemExit(f"{algorithm}, blocks of {block_size}: digests differ")
                 theirs = best(call, repeat) / blocks
+                drop_in = best(ours, repeat) / blocks
             from_list = best(own, repeat) / blocks
             from_flat = best(lambda: own(flat), repeat) / blocks
             print(
-                f"{algorithm:12} {block_size:5} {theirs:8.0f} {from_list:7.0f} {from_flat:7.0f}"
-                f"  {theirs / from_list:5.1f}x from a list, target {TARGETS[algorithm]}x"
+                f"{algorithm:12} {block_size:5} {theirs:8.0f} {drop_in:8.0f} {from_list:7.0f}"
+                f" {from_flat:7.0f}  {theirs / from_list:5.1f}x from a list, target "
+                f"{TARGETS[algorithm]}x"
             )
+
+
+def sglang_pages(path: str, tokens: list[int], repeat: int) -> None:
+    spec = importlib.util.spec_from_file_location("hicache_hash_cpp", path)
+    if spec is None or spec.loader is None:
+        raise SystemExit(f"--sglang must name a compiled module, got {path!r}")
+    theirs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(theirs)
+    flat = array.array("q", tokens)
+    for page_size in (1, 16, 64):
+        pages = len(tokens) // page_size
+
+        def call(n: int = page_size) -> Any:
+            return theirs.get_hash(flat, len(flat), 1, False, None, n)
+
+        def own(n: int = page_size) -> Any:
+            return sglang_page_hashes(flat, n)
+
+        if call()[:pages] != [digest.hex() for digest in own()]:
+            raise SystemExit(f"SGLang, pages of {page_size}: digests differ")
+        a, b = best(call, repeat) / pages, best(own, repeat) / pages
+        print(f"SGLang pages of {page_size:3} from int64: {a:.0f} against {b:.0f} ns per page")
+
+
+def key_building(repeat: int) -> None:
+    hashes = hash_tokens(array.array("q", range(4096)), 1, seed=SEED)
+    numbers = hash_tokens(array.array("q", range(4096)), 1, "xxhash", seed=SEED)
+    model = "DeepSeek-V4"
+    for schema in (
+        VllmKeys(model),
+        AscendKeys(model),
+        SglangKeys(model),
+        LMCacheKeys(model),
+        LMCacheObjectKeys(model),
+        StrictKeys(model),
+    ):
+        digests = numbers if isinstance(schema, LMCacheKeys) else hashes
+        took = best(lambda s=schema, d=digests: s.keys(d), 20 * repeat) / len(digests)
+        print(f"{type(schema).__name__:18} {took:5.1f} ns per key, 4,096 keys, target 40")
 
 
 def others_run(tokens: int, repeat: int) -> None:
@@ -126,6 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=131_072)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--sglang", metavar="FILE", help="SGLang's compiled page hash")
     options = parser.parse_args()
     os.environ["PYTHONHASHSEED"] = SEED
     random.seed(0)
@@ -134,7 +199,10 @@ def main() -> None:
     print(f"Python {platform.python_version()}, {platform.machine()}, digests: {', '.join(kinds)}")
     print(f"GIL released from {_core.HASH_GIL_MIN_TOKENS} tokens on")
     table(tokens, options.repeat)
+    if options.sglang:
+        sglang_pages(options.sglang, tokens, options.repeat)
     decode_step(options.repeat)
+    key_building(options.repeat)
     others_run(1 << 20, options.repeat)
 
 
