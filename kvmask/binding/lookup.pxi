@@ -133,7 +133,13 @@ cdef class LookupCore:
             km_set(known.words, bit)
 
     cdef bint hopeless(self, km_search *search, km_set_state *sets):
-        """Not even the longest length still possible reaches past what the engine holds."""
+        """Not even the longest length still possible reaches past what the engine holds.
+
+        With a drafter, partial hits or chunks one more present block can shorten a hit (vLLM
+        drops once per group, and keeps the first of several tails): then nothing is given up.
+        """
+        if self.coord.partial or self.coord.any_eagle or self.coord.any_chunked:
+            return False
         self.prepare(search, sets, True)
         return km_find_hit(search, self.limit, True) <= self.local_tokens
 
