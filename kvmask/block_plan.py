@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from kvmask._core import Bitset, BlockHashes, build_keys, cut_calls, row_totals
@@ -355,6 +356,9 @@ class BlockPlan:
             raise StoreError(
                 f"the store must answer every key, got {len(given)} answers to {stop - start} keys"
             )
+        for answer in given:
+            if type(answer) is not int and not isinstance(answer, Integral):
+                raise StoreError(f"the store must answer with integers, got {answer!r}")
         return start, given
 
     def fail(self, code: int) -> None:

@@ -251,6 +251,9 @@ class SavePlan(BlockPlan):
         for step in steps:
             check_count(step, "put_steps")
         self._start_token = start_token
+        # A mark inside a block says that its first part is stored, under its own key: the block
+        # as a whole is still to come.
+        self._resume = start_token // coord.alignment * coord.alignment
         self.num_tokens = coord.align(num_tokens)
         self._digests_for(self.num_tokens)
         self._mark = self.num_tokens
@@ -258,7 +261,7 @@ class SavePlan(BlockPlan):
         self._present = 0
         self._stored = 0
         if self.num_tokens > start_token:
-            masks = coord.store_mask(self.num_tokens, start_token, num_prompt_tokens, states)
+            masks = coord.store_mask(self.num_tokens, self._resume, num_prompt_tokens, states)
             tails = coord.load_mask(self.num_tokens) if coord.partial_hits else None
             for g in range(n):
                 if not coord.groups[g].prefix_cacheable:
@@ -288,11 +291,13 @@ class SavePlan(BlockPlan):
         size = group.block_size
         if isinstance(group, Mamba) and not states:
             return
-        start = min(-(-self._start_token // size), self.num_tokens // size)
+        start = min(-(-self._resume // size), self.num_tokens // size)
         whole = self.num_tokens // size
         if needed is not None and mask is not None:
             # With hits at every hash block, what a hit at this very end needs is stored too.
-            mask = mask | needed[start:whole]
+            # Another group can end it earlier, so it can be shorter than the mask.
+            ends = [i - start for i in needed.indices() if start <= i < whole]
+            mask = mask | Bitset.from_indices(len(mask), ends)
         planned, ids = plan_blocks(mask, whole, start, table, step, phase, self._null_block)
         if len(table) < whole:
             self._mark = min(self._mark, len(table) * size)
