@@ -440,6 +440,13 @@ class LoadPlan(BlockPlan):
             raise ArgumentError(
                 f"`block_ids` must hold one table per group, got {len(block_ids)} and {n}"
             )
+        if not isinstance(hit, Hit):
+            raise TypeError(f"`hit` must be a Hit, got {type(hit).__name__}")
+        check_count(hit.length, "hit.length", 0)
+        if len(hit.tail_tokens) != n:
+            raise ArgumentError(
+                f"`hit` must have one tail per group, got {len(hit.tail_tokens)} and {n}"
+            )
         if len(hit.masks) != n:
             raise ArgumentError(f"`hit` must have one mask per group, got {len(hit.masks)} and {n}")
         if hit.length % coord.hit_alignment:
@@ -473,6 +480,12 @@ class LoadPlan(BlockPlan):
         last = len(mask) - 1
         boundary = hit.tail_tokens[g]
         if ids and mask[last] and boundary != len(mask) * size:
+            unit = self._coord.hash_block_size
+            if not self._coord.partial_hits or boundary <= last * size or boundary % unit:
+                raise ArgumentError(
+                    "`hit.tail_tokens` must be a boundary of the last block, "
+                    f"got {boundary} for block {last} of group {g}"
+                )
             planned = planned[: len(planned) - 1]
             tail = (last, ids[-1], boundary)
             ids = ids[:-1]
@@ -520,6 +533,15 @@ class LoadPlan(BlockPlan):
                 self._num_bytes += self._bytes[i]
             else:
                 self._failed.append(self._failure(self._positions[i], result))
+
+    def fail(self, code: int) -> None:
+        """Record that the last call as a whole failed (it raised): every key has this code.
+
+        Raises:
+            PlanStateError: No batch was asked for.
+        """
+        super().fail(code)
+        self.renew = []
 
     @property
     def result(self) -> LoadResult:
