@@ -351,7 +351,12 @@ class BlockPlan:
         if self._current is None:
             raise PlanStateError("`feed` must follow `next_batch`")
         start, stop = self._current
-        given = list(answers)
+        try:
+            given = list(answers)
+        except TypeError:
+            raise StoreError(
+                f"the store must answer every key, got {type(answers).__name__}"
+            ) from None
         if len(given) != stop - start:
             raise StoreError(
                 f"the store must answer every key, got {len(given)} answers to {stop - start} keys"
