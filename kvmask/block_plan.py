@@ -40,11 +40,29 @@ SLICE_BYTES = 1 << 16
 PIECES_PER_CALL = 512
 
 
+def as_list(items: Any, name: str) -> list[Any]:
+    """A list of the items of any iterable; anything else is an error that names the argument."""
+    try:
+        return list(items)
+    except TypeError:
+        raise TypeError(f"`{name}` must be a sequence, got {type(items).__name__}") from None
+
+
+def block_tables(block_ids: Sequence[Sequence[int]], groups: int) -> list[list[int]]:
+    """A list of its own per group: what a caller does to a table later changes no plan."""
+    tables = [as_list(table, "block_ids") for table in as_list(block_ids, "block_ids")]
+    if len(tables) != groups:
+        raise ArgumentError(
+            f"`block_ids` must hold one table per group, got {len(tables)} and {groups}"
+        )
+    return tables
+
+
 def per_group(items: Sequence[Any], kind: type, name: str, groups: int) -> list[tuple[Any, ...]]:
     """One tuple per group out of one item, or one sequence of items, per group."""
     rows: list[tuple[Any, ...]] = []
-    for item in items:
-        row = (item,) if isinstance(item, kind) else tuple(item)
+    for item in as_list(items, name):
+        row = (item,) if isinstance(item, kind) else tuple(as_list(item, name))
         for entry in row:
             if not isinstance(entry, kind):
                 raise TypeError(f"`{name}` must hold {kind.__name__}, got {type(entry).__name__}")

@@ -23,6 +23,7 @@ from kvmask.block_plan import (
     SaveResult,
     Schemas,
     TransferBatch,
+    block_tables,
     per_group,
 )
 from kvmask.coordinator import Coordinator, Hit
@@ -239,10 +240,7 @@ class SavePlan(BlockPlan):
         check_count(num_tokens, "num_tokens", 0)
         check_count(start_token, "start_token", 0)
         check_count(rank, "rank", 0)
-        if len(block_ids) != n:
-            raise ArgumentError(
-                f"`block_ids` must hold one table per group, got {len(block_ids)} and {n}"
-            )
+        tables = block_tables(block_ids, n)
         steps = [1] * n if put_steps is None else list(put_steps)
         if len(steps) != n:
             raise ArgumentError(
@@ -266,7 +264,7 @@ class SavePlan(BlockPlan):
             for g in range(n):
                 if not coord.groups[g].prefix_cacheable:
                     continue
-                table = list(block_ids[g])
+                table = tables[g]
                 self._plan_group(
                     g,
                     masks[g],
@@ -436,10 +434,7 @@ class LoadPlan(BlockPlan):
         n = len(coord.groups)
         check_count(start_token, "start_token", 0)
         check_count(rotation, "rotation", 0)
-        if len(block_ids) != n:
-            raise ArgumentError(
-                f"`block_ids` must hold one table per group, got {len(block_ids)} and {n}"
-            )
+        tables = block_tables(block_ids, n)
         if not isinstance(hit, Hit):
             raise TypeError(f"`hit` must be a Hit, got {type(hit).__name__}")
         check_count(hit.length, "hit.length", 0)
@@ -457,7 +452,7 @@ class LoadPlan(BlockPlan):
         self._digests_for(max([hit.length, *hit.tail_tokens]))
         for g in range(n):
             if coord.groups[g].prefix_cacheable and len(hit.masks[g]):
-                self._plan_group(g, hit, list(block_ids[g]), start_token)
+                self._plan_group(g, hit, tables[g], start_token)
         self._loaded = 0
         self._retried = False
         self.renew: list[str] = []
