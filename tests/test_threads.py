@@ -147,7 +147,7 @@ def test_another_thread_goes_on_while_masks_are_made():
         thread.join(30)
 
 
-def plans(n=400):
+def plans(n=384):
     coord = Coordinator(GROUPS, 2, alignment=64)
     layout = KVLayout.from_regions([(4096, 8, 8)], 1 << 12, [(4096, 8 << 12)])
     names = [VllmKeys("m", group_id=g) for g in range(3)]
