@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, NamedTuple
 
-from kvmask._core import Bitset, BlockHashes, build_keys, cut_calls, row_totals
+from kvmask._core import MAX_TOKENS, Bitset, BlockHashes, build_keys, cut_calls, row_totals
 from kvmask.coordinator import Coordinator
 from kvmask.errors import ArgumentError, PlanStateError, StoreError
 from kvmask.groups import check_count
@@ -38,6 +38,13 @@ STAGING_USABLE = 0.9
 # queue of 1,024 (its defaults in 0.3.13). Half of that leaves room for another thread.
 SLICE_BYTES = 1 << 16
 PIECES_PER_CALL = 512
+
+
+def check_tokens(value: int, name: str) -> None:
+    """Refuse what is no count of tokens."""
+    check_count(value, name, 0)
+    if value > MAX_TOKENS:
+        raise ArgumentError(f"`{name}` must be at most {MAX_TOKENS}, got {value}")
 
 
 def as_list(items: Any, name: str) -> list[Any]:

@@ -24,6 +24,7 @@ from kvmask.block_plan import (
     Schemas,
     TransferBatch,
     block_tables,
+    check_tokens,
     per_group,
 )
 from kvmask.coordinator import Coordinator, Hit
@@ -238,7 +239,7 @@ class SavePlan(BlockPlan):
         super().__init__(coord, schemas, layouts, hashes, null_block, max_pieces)
         n = len(coord.groups)
         check_count(num_tokens, "num_tokens", 0)
-        check_count(start_token, "start_token", 0)
+        check_tokens(start_token, "start_token")
         check_count(rank, "rank", 0)
         tables = block_tables(block_ids, n)
         steps = [1] * n if put_steps is None else list(put_steps)
@@ -432,7 +433,7 @@ class LoadPlan(BlockPlan):
     ) -> None:
         super().__init__(coord, schemas, layouts, hashes, null_block, max_pieces)
         n = len(coord.groups)
-        check_count(start_token, "start_token", 0)
+        check_tokens(start_token, "start_token")
         check_count(rotation, "rotation", 0)
         tables = block_tables(block_ids, n)
         if not isinstance(hit, Hit):

@@ -71,7 +71,7 @@ class Case:
 
 def random_group(rng: random.Random, hash_block: int) -> Any:
     size = hash_block * rng.choice((1, 1, 2, 3, 4, 6))
-    common: dict[str, Any] = dict(spec=rng.choice((None, None, "x")))
+    common: dict[str, Any] = {"spec": rng.choice((None, None, "x"))}
     if rng.random() < 0.08:
         return FullAttention(rng.randint(1, 40), prefix_cacheable=False)
     kind = rng.choice((FullAttention, FullAttention, SlidingWindow, SlidingWindow, Mamba, None))
@@ -183,9 +183,7 @@ def expected(case: Case) -> tuple[int, list[list[bool]], tuple[int, ...]]:
         return nothing
     coord = ReferenceCoordinator(*case.args)
     lists = []
-    for group, rows, mask in zip(
-        case.groups, case.present, coord.lookup_mask(asked), strict=True
-    ):
+    for group, rows, mask in zip(case.groups, case.present, coord.lookup_mask(asked), strict=True):
         if not group.prefix_cacheable:
             lists.append([])
             continue

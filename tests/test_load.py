@@ -22,7 +22,6 @@ from kvmask import (
     SlidingWindow,
     VllmKeys,
 )
-from kvmask.block_plan import split_calls, staging_bytes
 from kvmask.errors import AlignmentError, ArgumentError, BlockIdError, PlanStateError, StoreError
 
 DSV4 = [
@@ -200,7 +199,9 @@ def test_a_failed_batch_hides_nothing_after_it(rank, failing, code):
     assert plan.keys[failing] == result.failed[0].key
 
 
-@pytest.mark.parametrize(("rank", "order"), [(0, [0, 1, 2, 3]), (1, [1, 2, 3, 0]), (5, [1, 2, 3, 0])])
+@pytest.mark.parametrize(
+    ("rank", "order"), [(0, [0, 1, 2, 3]), (1, [1, 2, 3, 0]), (5, [1, 2, 3, 0])]
+)
 def test_a_failure_is_named_through_the_rotation(rank, order):
     """B47."""
     plan = plan_of(4, rotation=rank)
@@ -354,52 +355,6 @@ def test_a_store_that_evicts_between_any_two_calls(seed):
         assert target.tables[g][i] in result.invalid_block_ids(g)
 
 
-# The staging budget (B57)
-
-
-def test_staging_bytes():
-    assert [staging_bytes(n) for n in (1, 4096, 4097)] == [12288, 12288, 16384]
-
-
-def test_the_budget_of_a_disk_tier():
-    budget = 1_342_177_280
-    assert split_calls([1] * 100_000, budget) == ([(0, 98_304), (98_304, 100_000)], [])
-    usable = budget * 9 // 10
-    assert usable == 1_207_959_552
-    assert split_calls([1, usable, 1], budget) == ([(0, 1), (1, 2), (2, 3)], [])
-    assert split_calls([budget], budget) == ([], [0])
-    assert split_calls([1, budget, 1], budget) == ([(0, 1), (2, 3)], [1])
-    assert split_calls([], budget) == ([], [])
-    assert split_calls([5, 5]) == ([(0, 2)], [])
-
-
-def test_a_key_above_the_budget_is_named_and_the_others_load():
-    plan = plan_of(3, block_bytes=8192, staging=16383)
-    assert plan.next_batch() is None
-    assert [(f.block, f.code) for f in plan.result.failed] == [(0, -600), (1, -600), (2, -600)]
-    plan = plan_of(3, block_bytes=8192, staging=16385 * 10 // 9 + 4096)
-    while (batch := plan.next_batch()) is not None:
-        assert len(batch.keys) == 1
-        plan.feed([8192])
-    assert plan.result.loaded == 3
-
-
-@given(st.lists(st.integers(1, 60_000), max_size=40), st.integers(1, 200_000), st.integers(1, 9))
-def test_calls_fit_and_cover(sizes, staging, most):
-    pieces = [-(-s // 9000) for s in sizes]
-    calls, oversize = split_calls(sizes, staging, pieces, most)
-    covered = [i for start, stop in calls for i in range(start, stop)]
-    assert sorted(covered + oversize) == list(range(len(sizes)))
-    assert covered == sorted(covered)
-    for start, stop in calls:
-        assert stop > start
-        needs = [staging_bytes(s) for s in sizes[start:stop]]
-        assert stop == start + 1 or sum(needs) <= staging * 0.9
-        assert stop == start + 1 or sum(pieces[start:stop]) <= most
-        assert max(needs) <= staging
-    assert all(staging_bytes(sizes[i]) > staging for i in oversize)
-
-
 # Bad tables and hits, calls out of order
 
 
@@ -438,15 +393,15 @@ def test_tables_of_any_integer_array():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (dict(length=63), AlignmentError, "`hit.length` must be a multiple of the alignment"),
-        (dict(length=-64), ArgumentError, "`hit.length`"),
-        (dict(length=1 << 40), ArgumentError, "`hashes` must cover the tokens"),
-        (dict(masks=()), ArgumentError, "`hit` must have one mask per group"),
-        (dict(tail_tokens=()), ArgumentError, "`hit` must have one tail per group"),
-        (dict(tail_tokens=(0,)), ArgumentError, "`hit.tail_tokens`"),
-        (dict(tail_tokens=(48,)), ArgumentError, "`hit.tail_tokens`"),
-        (dict(tail_tokens=(65,)), ArgumentError, "`hashes` must cover the tokens"),
-        (dict(tail_tokens=(1 << 40,)), ArgumentError, "`hashes` must cover the tokens"),
+        ({"length": 63}, AlignmentError, "`hit.length` must be a multiple of the alignment"),
+        ({"length": -64}, ArgumentError, "`hit.length`"),
+        ({"length": 1 << 40}, ArgumentError, "`hashes` must cover the tokens"),
+        ({"masks": ()}, ArgumentError, "`hit` must have one mask per group"),
+        ({"tail_tokens": ()}, ArgumentError, "`hit` must have one tail per group"),
+        ({"tail_tokens": (0,)}, ArgumentError, "`hit.tail_tokens`"),
+        ({"tail_tokens": (48,)}, ArgumentError, "`hit.tail_tokens`"),
+        ({"tail_tokens": (65,)}, ArgumentError, "`hashes` must cover the tokens"),
+        ({"tail_tokens": (1 << 40,)}, ArgumentError, "`hashes` must cover the tokens"),
     ],
 )
 def test_hits_that_no_lookup_returns(change, error, message):
@@ -462,8 +417,14 @@ def test_hits_that_no_lookup_returns(change, error, message):
 
 def test_a_hit_must_be_one():
     with pytest.raises(TypeError, match="`hit` must be a Hit, got int"):
-        LoadPlan(Coordinator([FullAttention(16)], 16), [VllmKeys("m")],
-                 [KVLayout.from_regions([(4096, 64, 64)], 8, [(4096, 512)])], [], [[]], 64)
+        LoadPlan(
+            Coordinator([FullAttention(16)], 16),
+            [VllmKeys("m")],
+            [KVLayout.from_regions([(4096, 64, 64)], 8, [(4096, 512)])],
+            [],
+            [[]],
+            64,
+        )
     assert Hit(0, (), ()).length == 0
 
 

@@ -271,8 +271,12 @@ def test_local_blocks_are_not_asked_and_a_hit_within_them_is_none():
         asked = []
         while keys := plan.next_keys():
             asked += keys
-            plan.feed([int(block_of(k, 4 if group_of(k) == 0 else 1) < (4, 16)[group_of(k)])
-                       for k in keys])
+            plan.feed(
+                [
+                    int(block_of(k, 4 if group_of(k) == 0 else 1) < (4, 16)[group_of(k)])
+                    for k in keys
+                ]
+            )
         assert plan.hit.length == hit
         assert all(block_of(k, 4) >= local // 64 for k in asked if group_of(k) == 0)
         if local >= 320:

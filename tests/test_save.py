@@ -125,12 +125,12 @@ def test_saves_in_pieces_store_all_that_one_save_stores(data):
     config = data.draw(strategies.configs())
     total = data.draw(strategies.token_counts(config))
     cuts = sorted(data.draw(st.lists(st.integers(0, total), max_size=4)))
-    options = dict(
-        alignment=config.alignment,
-        retention_interval=config.retention_interval,
-        partial_hits=config.partial_hits,
-        states=data.draw(st.booleans()),
-    )
+    options = {
+        "alignment": config.alignment,
+        "retention_interval": config.retention_interval,
+        "partial_hits": config.partial_hits,
+        "states": data.draw(st.booleans()),
+    }
     prompt = data.draw(st.sampled_from((None, max(total, 1))))
     groups, unit = list(config.groups), config.hash_block_size
     tables = [list(range(1, 2 + total // g.block_size)) for g in groups]
@@ -373,7 +373,7 @@ def test_answers_that_are_no_integers(odd):
 def test_a_block_id_outside_the_tensors_puts_nothing():
     engine = Engine(FakeStore(), Coordinator([FullAttention(16)], 16), 64, seed=1)
     for bad in (6, -1, 1 << 31, 1 << 63, 1 << 70, None, 1.0, "1", True, [1]):
-        with pytest.raises(BlockIdError, match="`block_ids` must (be at least|hold integers)"):
+        with pytest.raises(BlockIdError, match=r"`block_ids` must (be at least|hold integers)"):
             engine.kv.save(digests(4), [[1, 2, bad, 3]], 64)
     assert not engine.store.pool
     with pytest.raises(ArgumentError, match="got 48 tokens of digests and 64"):
@@ -390,9 +390,7 @@ def test_rotating_ranks_share_the_work_of_real_puts():
     """Four ranks with the same bytes write every block once between them."""
     coord = Coordinator([FullAttention(16), SlidingWindow(16, window=64)], 16)
     store = FakeStore()
-    ranks = [
-        Engine(store.client(), coord, 160, seed=3, put_steps=[4, 2], rank=r) for r in range(4)
-    ]
+    ranks = [Engine(store.client(), coord, 160, seed=3, put_steps=[4, 2], rank=r) for r in range(4)]
     order = list(range(4))
     random.Random(1).shuffle(order)
     results = [ranks[r].kv.save(digests(10), ranks[r].tables, 160) for r in order]

@@ -9,7 +9,7 @@ import pytest
 from fake_store import EXIST, GET, PUT, REGISTER, UNREGISTER, FakeStore
 from hypothesis import given
 from hypothesis import strategies as st
-from rig import Engine, assert_loaded, digests, key, pair
+from rig import Engine, assert_loaded, digests, pair
 
 from kvmask import (
     Coordinator,
@@ -22,7 +22,7 @@ from kvmask import (
     StrictKeys,
     VllmKeys,
 )
-from kvmask.errors import ArgumentError, MissingDependencyError, StoreError
+from kvmask.errors import ArgumentError, StoreError
 from kvmask.layout import head_shards
 from kvmask.transfer import merge_ranges
 
@@ -108,9 +108,7 @@ def test_shards_of_heads_travel_between_tp_sizes(kind):
     def transfer(store, tensor, tp, rank):
         if kind == "torch":
             tensor = torch.from_numpy(tensor)
-        shards = head_shards(
-            [tensor], 6, num_kv_heads=8, local_tp=tp, store_tp=4, tp_rank=rank
-        )
+        shards = head_shards([tensor], 6, num_kv_heads=8, local_tp=tp, store_tp=4, tp_rank=rank)
         names = [VllmKeys("m", tp_rank=s) for s in shards]
         everyone = [VllmKeys("m", tp_rank=s) for s in range(4)]
         return KVTransfer(store, FULL, [names], [list(shards.values())], [everyone])
@@ -139,8 +137,9 @@ def test_shards_of_heads_travel_between_tp_sizes(kind):
 
 
 def test_shards_and_a_failure_on_save():
-    shards = [KVLayout.from_tensors([np.full((6, 8), 7 + s, np.uint8)], num_blocks=6)
-              for s in range(3)]
+    shards = [
+        KVLayout.from_tensors([np.full((6, 8), 7 + s, np.uint8)], num_blocks=6) for s in range(3)
+    ]
     names = [VllmKeys("m", tp_rank=s) for s in range(3)]
     store = FakeStore()
     kv = KVTransfer(store, FULL, [names], [shards], max_pieces=2)
@@ -157,8 +156,9 @@ def test_shards_and_a_failure_on_save():
 @pytest.mark.parametrize("stages", [1, 2])
 def test_every_rank_of_a_block_is_asked(stages):
     """B25: TP 8 over DCP 8 (and PP 2): one rank's object missing makes the block absent."""
-    everyone = [VllmKeys("m", tp_rank=r, dcp_rank=r, pp_rank=p)
-                for p in range(stages) for r in range(8)]
+    everyone = [
+        VllmKeys("m", tp_rank=r, dcp_rank=r, pp_rank=p) for p in range(stages) for r in range(8)
+    ]
     assert len({n.prefix for n in everyone}) == 8 * stages
     store = FakeStore()
     for rank in everyone:
@@ -252,8 +252,9 @@ def test_a_store_that_raises_on_a_question_is_an_error_with_its_cause():
     assert not source.store.pool
 
 
-@pytest.mark.parametrize("answer", [None, 5, "1111", [1, 1], [1] * 9, [1, 1, None, 1], [1.0] * 4],
-                         ids=repr)
+@pytest.mark.parametrize(
+    "answer", [None, 5, "1111", [1, 1], [1] * 9, [1, 1, None, 1], [1.0] * 4], ids=repr
+)
 @pytest.mark.parametrize("memo", [False, True])
 def test_an_answer_that_is_none(answer, memo):
     source, _ = full_pair(memo=PresenceMemo() if memo else None)
@@ -327,16 +328,17 @@ def test_a_plan_keeps_its_tensors():
     gc.collect()
     assert seen() is not None
     store = FakeStore(require_registration=False)
-    for job in (plan, twin):  # finishing one job leaves the other's memory alone
+
+    def run(job):
         job.feed_exists([0] * 4)
-        batch = job.next_batch()
-        codes = store.batch_put_from_multi_buffers(*batch)
-        job.feed(codes)
+        job.feed(store.batch_put_from_multi_buffers(*job.next_batch()))
         assert job.result.stored == 4
-        del plan, job
-        gc.collect()
-        assert seen() is not None
-        plan = None
+
+    run(plan)
+    del plan  # one job done leaves the other's memory alone
+    gc.collect()
+    assert seen() is not None
+    run(twin)
     assert set(store.pool.values()) == {bytes([1]) * 16}
     del twin
     gc.collect()
@@ -387,101 +389,11 @@ def test_addresses_at_the_sign_bit_through_a_plan():
     assert plan.next_batch().addresses == [[1 << 63], [(1 << 63) + 4096]]
 
 
-# The memo
+# Everything at once
 
 
-def test_a_memo_saves_questions_until_its_time_is_over():
-    now = [-1000.0]
-    memo = PresenceMemo(seconds=2.0, clock=lambda: now[0])
-    source, target = full_pair(memo=memo)
-    source.kv.save(digests(4), source.tables, 64)
-    assert len(memo) == 4
-    before = source.store.counts[EXIST]
-    assert source.kv.lookup(digests(4), 65).length == 64
-    assert source.store.counts[EXIST] == before  # what was saved is known
-    assert source.kv.stats.memo_keys == 4
-    now[0] += 2.0
-    assert source.kv.lookup(digests(4), 65).length == 64
-    assert source.store.counts[EXIST] == before + 1
-    source.store.evict(list(source.store.pool))
-    hit = target.kv.lookup(digests(4), 65)
-    assert hit.length == 64  # the entry outlives the object
-    result = target.kv.load(digests(4), target.tables, hit)
-    assert len(result.failed) == 4
-    assert len(memo) == 0  # and the load said so
-    assert target.kv.lookup(digests(4), 65).length == 0
-
-
-def test_a_memo_is_bounded_and_keeps_what_came_last():
-    memo = PresenceMemo(seconds=1, capacity=3, clock=lambda: 0.0)
-    memo.add("abc")
-    memo.add("ad")
-    assert memo.known("abcd") == [True, False, True, True]
-    memo.forget(["a", "x"])
-    assert memo.known("acd") == [False, True, True]
-    memo.clear()
-    assert len(memo) == 0
-
-
-def test_a_memo_does_not_learn_what_failed_or_was_absent():
-    memo = PresenceMemo(clock=lambda: 0.0)
-    source, _ = full_pair(memo=memo)
-    lost = key(source, 0, digests(4)[1])
-    source.store.fail(PUT, -200, keys=[lost])
-    source.kv.save(digests(4), source.tables, 64)
-    assert memo.known([lost]) == [False]
-    assert source.kv.lookup(digests(4), 65).length == 16
-    assert memo.known([lost]) == [False]
-
-
-# Counters
-
-
-def test_counters_add_up():
-    source, target = full_pair(layers=1)
-    source.store.fail(PUT, -800, keys=[key(source, 0, digests(4)[3])], times=1)
-    source.kv.save(digests(4), source.tables, 64)
-    source.kv.save(digests(4), source.tables, 64)
-    hit = target.kv.lookup(digests(4), 65)
-    target.store.fail(GET, -704, keys=[key(source, 0, digests(4)[0])])
-    target.kv.load(digests(4), target.tables, hit)
-    saved, loaded = source.kv.stats.snapshot(), target.kv.stats.snapshot()
-    assert saved["saves"] == 2
-    assert (saved["stored_keys"], saved["save_present_keys"], saved["save_failed_keys"]) == (4, 3, 1)
-    assert saved["stored_bytes"] == 4 * 48
-    assert (loaded["lookups"], loaded["probes"], loaded["hit_tokens"]) == (1, 1, 64)
-    assert (loaded["asked_keys"], loaded["present_keys"], loaded["exact_keys"]) == (4, 4, 4)
-    assert (loaded["loads"], loaded["loaded_keys"], loaded["load_failed_keys"]) == (1, 3, 1)
-    assert loaded["loaded_bytes"] == 3 * 48
-    assert 0 <= hit.store_seconds
-    assert 0 <= hit.other_seconds
-    assert "loaded_keys=3" in repr(target.kv.stats)
-    with pytest.raises(AttributeError):
-        target.kv.stats.nothing  # noqa: B018
-    with pytest.raises(KeyError):
-        target.kv.stats.add(nothing=1)
-
-
-def test_prometheus_text():
-    pytest.importorskip("prometheus_client")
-    from kvmask.metrics import exposition
-
-    source, _ = full_pair()
-    source.kv.save(digests(4), source.tables, 64)
-    text = exposition(source.kv.stats, {"rank": "3"})
-    assert 'kvmask_stored_keys_total{rank="3"} 4.0' in text
-    assert "# HELP kvmask_stored_keys_total Keys written" in text
-
-
-def test_metrics_without_prometheus_say_what_to_install(monkeypatch):
-    import sys
-
-    from kvmask.metrics import exposition
-
-    monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
-    source, _ = full_pair()
-    with pytest.raises(MissingDependencyError, match="pip install prometheus-client"):
-        exposition(source.kv.stats)
+def some_keys(salt, share):
+    return lambda key: random.Random(f"{key}{salt}").random() < share
 
 
 @given(st.integers(0, 1 << 30))
@@ -498,9 +410,13 @@ def test_random_failures_never_lose_a_key(seed):
         (target.store, GET, (-704, -707, 0, 5, RuntimeError("x"))),
     ):
         for _ in range(rng.randint(0, 3)):
-            chosen = rng.random() * 0.6
-            store.fail(call, rng.choice(codes), times=rng.choice((1, None)), index=rng.choice((None, 0)),
-                       keys=lambda k, c=chosen, s=rng.random(): random.Random(f"{k}{s}").random() < c)
+            store.fail(
+                call,
+                rng.choice(codes),
+                times=rng.choice((1, None)),
+                index=rng.choice((None, 0)),
+                keys=some_keys(rng.random(), rng.random() * 0.6),
+            )
     try:
         saved = source.kv.save(hashes, source.tables, 320)
     except StoreError:
