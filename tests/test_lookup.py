@@ -353,3 +353,9 @@ def test_few_calls_when_states_are_gone_and_one_window_has_a_hole(blocks):
     names = [VllmKeys("m", group_id=g) for g in range(2)]
     plan = LookupPlan(coord, names, digests(blocks), blocks + 1)
     assert drive(plan, lambda key: group_of(key) == 1 and block_of(key, 6) < blocks // 20) <= 24
+
+
+@pytest.mark.xfail(strict=True, reason="the longest possible hit is no upper bound under EAGLE")
+def test_local_tokens_with_a_drafter_whose_windows_differ():
+    """Staged gives up where exact and the reference find 72 tokens."""
+    fuzz_lookup.check(fuzz_lookup.random_case(3, 13244))
