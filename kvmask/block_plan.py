@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, NamedTuple
 
-from kvmask._core import Bitset, BlockHashes, build_keys, cut_calls, row_totals
+from kvmask._core import MAX_TOKENS, Bitset, BlockHashes, build_keys, cut_calls, row_totals
 from kvmask.coordinator import Coordinator
 from kvmask.errors import ArgumentError, PlanStateError, StoreError
 from kvmask.groups import check_count
@@ -39,11 +40,36 @@ SLICE_BYTES = 1 << 16
 PIECES_PER_CALL = 512
 
 
+def check_tokens(value: int, name: str) -> None:
+    """Refuse what is no count of tokens."""
+    check_count(value, name, 0)
+    if value > MAX_TOKENS:
+        raise ArgumentError(f"`{name}` must be at most {MAX_TOKENS}, got {value}")
+
+
+def as_list(items: Any, name: str) -> list[Any]:
+    """A list of the items of any iterable; anything else is an error that names the argument."""
+    try:
+        return list(items)
+    except TypeError:
+        raise TypeError(f"`{name}` must be a sequence, got {type(items).__name__}") from None
+
+
+def block_tables(block_ids: Sequence[Sequence[int]], groups: int) -> list[list[int]]:
+    """A list of its own per group: what a caller does to a table later changes no plan."""
+    tables = [as_list(table, "block_ids") for table in as_list(block_ids, "block_ids")]
+    if len(tables) != groups:
+        raise ArgumentError(
+            f"`block_ids` must hold one table per group, got {len(tables)} and {groups}"
+        )
+    return tables
+
+
 def per_group(items: Sequence[Any], kind: type, name: str, groups: int) -> list[tuple[Any, ...]]:
     """One tuple per group out of one item, or one sequence of items, per group."""
     rows: list[tuple[Any, ...]] = []
-    for item in items:
-        row = (item,) if isinstance(item, kind) else tuple(item)
+    for item in as_list(items, name):
+        row = (item,) if isinstance(item, kind) else tuple(as_list(item, name))
         for entry in row:
             if not isinstance(entry, kind):
                 raise TypeError(f"`{name}` must hold {kind.__name__}, got {type(entry).__name__}")
@@ -350,11 +376,19 @@ class BlockPlan:
         if self._current is None:
             raise PlanStateError("`feed` must follow `next_batch`")
         start, stop = self._current
-        given = list(answers)
+        try:
+            given = list(answers)
+        except TypeError:
+            raise StoreError(
+                f"the store must answer every key, got {type(answers).__name__}"
+            ) from None
         if len(given) != stop - start:
             raise StoreError(
                 f"the store must answer every key, got {len(given)} answers to {stop - start} keys"
             )
+        for answer in given:
+            if type(answer) is not int and not isinstance(answer, Integral):
+                raise StoreError(f"the store must answer with integers, got {answer!r}")
         return start, given
 
     def fail(self, code: int) -> None:

@@ -6,6 +6,7 @@ the load then reports the block. Its time must be shorter than the store's lease
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -62,7 +63,7 @@ class PresenceMemo:
         """For each key, whether it need not be asked."""
         now = self._clock()
         with self._lock:
-            return [self._until.get(key, 0.0) > now for key in keys]
+            return [self._until.get(key, -math.inf) > now for key in keys]
 
     def forget(self, keys: Iterable[str]) -> None:
         """Drop keys: a load or the store said that they are gone."""

@@ -23,6 +23,8 @@ from kvmask.block_plan import (
     SaveResult,
     Schemas,
     TransferBatch,
+    block_tables,
+    check_tokens,
     per_group,
 )
 from kvmask.coordinator import Coordinator, Hit
@@ -237,12 +239,9 @@ class SavePlan(BlockPlan):
         super().__init__(coord, schemas, layouts, hashes, null_block, max_pieces)
         n = len(coord.groups)
         check_count(num_tokens, "num_tokens", 0)
-        check_count(start_token, "start_token", 0)
+        check_tokens(start_token, "start_token")
         check_count(rank, "rank", 0)
-        if len(block_ids) != n:
-            raise ArgumentError(
-                f"`block_ids` must hold one table per group, got {len(block_ids)} and {n}"
-            )
+        tables = block_tables(block_ids, n)
         steps = [1] * n if put_steps is None else list(put_steps)
         if len(steps) != n:
             raise ArgumentError(
@@ -251,6 +250,9 @@ class SavePlan(BlockPlan):
         for step in steps:
             check_count(step, "put_steps")
         self._start_token = start_token
+        # A mark inside a block says that its first part is stored, under its own key: the block
+        # as a whole is still to come.
+        self._resume = start_token // coord.alignment * coord.alignment
         self.num_tokens = coord.align(num_tokens)
         self._digests_for(self.num_tokens)
         self._mark = self.num_tokens
@@ -258,12 +260,12 @@ class SavePlan(BlockPlan):
         self._present = 0
         self._stored = 0
         if self.num_tokens > start_token:
-            masks = coord.store_mask(self.num_tokens, start_token, num_prompt_tokens, states)
+            masks = coord.store_mask(self.num_tokens, self._resume, num_prompt_tokens, states)
             tails = coord.load_mask(self.num_tokens) if coord.partial_hits else None
             for g in range(n):
                 if not coord.groups[g].prefix_cacheable:
                     continue
-                table = list(block_ids[g])
+                table = tables[g]
                 self._plan_group(
                     g,
                     masks[g],
@@ -288,11 +290,13 @@ class SavePlan(BlockPlan):
         size = group.block_size
         if isinstance(group, Mamba) and not states:
             return
-        start = min(-(-self._start_token // size), self.num_tokens // size)
+        start = min(-(-self._resume // size), self.num_tokens // size)
         whole = self.num_tokens // size
         if needed is not None and mask is not None:
             # With hits at every hash block, what a hit at this very end needs is stored too.
-            mask = mask | needed[start:whole]
+            # Another group can end it earlier, so it can be shorter than the mask.
+            ends = [i - start for i in needed.indices() if start <= i < whole]
+            mask = mask | Bitset.from_indices(len(mask), ends)
         planned, ids = plan_blocks(mask, whole, start, table, step, phase, self._null_block)
         if len(table) < whole:
             self._mark = min(self._mark, len(table) * size)
@@ -429,11 +433,15 @@ class LoadPlan(BlockPlan):
     ) -> None:
         super().__init__(coord, schemas, layouts, hashes, null_block, max_pieces)
         n = len(coord.groups)
-        check_count(start_token, "start_token", 0)
+        check_tokens(start_token, "start_token")
         check_count(rotation, "rotation", 0)
-        if len(block_ids) != n:
+        tables = block_tables(block_ids, n)
+        if not isinstance(hit, Hit):
+            raise TypeError(f"`hit` must be a Hit, got {type(hit).__name__}")
+        check_count(hit.length, "hit.length", 0)
+        if len(hit.tail_tokens) != n:
             raise ArgumentError(
-                f"`block_ids` must hold one table per group, got {len(block_ids)} and {n}"
+                f"`hit` must have one tail per group, got {len(hit.tail_tokens)} and {n}"
             )
         if len(hit.masks) != n:
             raise ArgumentError(f"`hit` must have one mask per group, got {len(hit.masks)} and {n}")
@@ -445,7 +453,7 @@ class LoadPlan(BlockPlan):
         self._digests_for(max([hit.length, *hit.tail_tokens]))
         for g in range(n):
             if coord.groups[g].prefix_cacheable and len(hit.masks[g]):
-                self._plan_group(g, hit, list(block_ids[g]), start_token)
+                self._plan_group(g, hit, tables[g], start_token)
         self._loaded = 0
         self._retried = False
         self.renew: list[str] = []
@@ -468,6 +476,12 @@ class LoadPlan(BlockPlan):
         last = len(mask) - 1
         boundary = hit.tail_tokens[g]
         if ids and mask[last] and boundary != len(mask) * size:
+            unit = self._coord.hash_block_size
+            if not self._coord.partial_hits or boundary <= last * size or boundary % unit:
+                raise ArgumentError(
+                    "`hit.tail_tokens` must be a boundary of the last block, "
+                    f"got {boundary} for block {last} of group {g}"
+                )
             planned = planned[: len(planned) - 1]
             tail = (last, ids[-1], boundary)
             ids = ids[:-1]
@@ -515,6 +529,15 @@ class LoadPlan(BlockPlan):
                 self._num_bytes += self._bytes[i]
             else:
                 self._failed.append(self._failure(self._positions[i], result))
+
+    def fail(self, code: int) -> None:
+        """Record that the last call as a whole failed (it raised): every key has this code.
+
+        Raises:
+            PlanStateError: No batch was asked for.
+        """
+        super().fail(code)
+        self.renew = []
 
     @property
     def result(self) -> LoadResult:

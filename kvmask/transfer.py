@@ -137,7 +137,13 @@ class KVTransfer:
         for address, size in merge_ranges(
             [s for row in self._layouts for place in row for s in place.storages]
         ):
-            code = self.store.register_buffer(address, size)
+            try:
+                code = self.store.register_buffer(address, size)
+            except Exception as e:
+                self.close()
+                raise StoreError(
+                    f"the store must register {size} bytes at {address:#x}, got {e!r}"
+                ) from e
             if code != 0:
                 self.close()
                 raise StoreError(
@@ -236,7 +242,7 @@ class KVTransfer:
         if not unknown:
             return [1] * len(keys), 0.0
         started = time.perf_counter()
-        given = list(self._exists(unknown))
+        given = self._exists(unknown)
         seconds = time.perf_counter() - started
         if len(given) != len(unknown):
             return given, seconds  # the plan says what is wrong with it
@@ -244,9 +250,9 @@ class KVTransfer:
         rest = iter(given)
         return [1 if skip else next(rest) for skip in known], seconds
 
-    def _exists(self, keys: list[str]) -> Sequence[int]:
+    def _exists(self, keys: list[str]) -> list[int]:
         try:
-            return self.store.batch_is_exist(keys)
+            return list(self.store.batch_is_exist(keys))
         except Exception as e:
             raise StoreError(f"the store failed to answer {len(keys)} keys: {e}") from e
 

@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from kvmask import mooncake
 
 # Machines differ in speed and a test never asserts a time; derandomized runs repeat on CI.
-settings.register_profile("kvmask", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True)
+SLOW = [HealthCheck.too_slow]
+settings.register_profile("kvmask", deadline=None, suppress_health_check=SLOW)
+settings.register_profile("ci", deadline=None, suppress_health_check=SLOW, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "kvmask")
 
 # Mooncake's client logs each set-up line by line; its errors stay.

@@ -1,6 +1,7 @@
 # Which blocks of a block table a save or load touches, and the store's answers about them.
 
-from cpython.long cimport PyLong_AsLongLong
+from cpython.list cimport PyList_GET_SIZE
+from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 
 
 def plan_blocks(mask, n_blocks, start, block_ids, step=1, phase=0, null_block=None):
@@ -17,6 +18,9 @@ def plan_blocks(mask, n_blocks, start, block_ids, step=1, phase=0, null_block=No
 
     Returns:
         (Bitset over the blocks from start on, their block ids as a list).
+
+    Raises:
+        BlockIdError: An entry that is looked at is no integer.
     """
     cdef int64_t begin = as_int64(start, "start", 0, c_max_bits)
     cdef int64_t end = as_int64(n_blocks, "n_blocks", 0, c_max_bits)
@@ -24,6 +28,8 @@ def plan_blocks(mask, n_blocks, start, block_ids, step=1, phase=0, null_block=No
     cdef int64_t turn = as_int64(phase, "phase", 0, turns - 1)
     cdef int64_t null = -1
     cdef int64_t i, n, block
+    cdef long long value
+    cdef int overflow = 0
     cdef list table = block_ids if type(block_ids) is list else list(block_ids)
     cdef list ids = []
     cdef Bitset bits = None, planned
@@ -43,9 +49,16 @@ def plan_blocks(mask, n_blocks, start, block_ids, step=1, phase=0, null_block=No
         block = begin + i
         if turns > 1 and block % turns != turn:
             continue
+        if block >= PyList_GET_SIZE(table):  # an entry's own code can shorten it
+            raise BlockIdError(f"`block_ids` must not shrink while it is read, got {len(table)}")
         entry = table[block]
-        if null >= 0 and PyLong_AsLongLong(entry) == null:
-            continue
+        if not PyLong_CheckExact(entry):
+            entry = _id_int(entry, block)
+        if null >= 0:
+            # Ids that do not fit are no null blocks; the layout refuses them.
+            value = PyLong_AsLongLongAndOverflow(entry, &overflow)
+            if not overflow and value == null:
+                continue
         km_set(planned.words, i)
         ids.append(entry)
     return planned, ids

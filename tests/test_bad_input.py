@@ -1,0 +1,424 @@
+"""Wrong arguments: the right exception, naming the argument, the rule and the values; no crash."""
+
+import array
+import contextlib
+import copy
+import ctypes
+import pickle
+
+import numpy as np
+import pytest
+
+from kvmask import (
+    Bitset,
+    BlockHashes,
+    ChunkedLocal,
+    Coordinator,
+    CostModel,
+    FullAttention,
+    HitHints,
+    KVLayout,
+    KVTransfer,
+    LoadPlan,
+    LookupPlan,
+    Mamba,
+    PresenceMemo,
+    SavePlan,
+    SlidingWindow,
+    StrictKeys,
+    VllmKeys,
+)
+from kvmask._core import KeyBuilder, LookupCore, Regions, build_keys, pick_missing, plan_blocks
+from kvmask.errors import (
+    AlignmentError,
+    ArgumentError,
+    BlockIdError,
+    HashInputError,
+    KeyFormatError,
+    KVMaskError,
+    LayoutError,
+    StoreError,
+)
+
+HUGE = (1 << 63, -(1 << 63), 1 << 200, -1)
+WRONG = (None, "16", 16.0, b"16", [16], True, 1j, object(), float("nan"), float("inf"))
+COORD = Coordinator([FullAttention(16), SlidingWindow(16, window=32)], 16)
+LAYOUT = KVLayout.from_regions([(4096, 64, 64)], 8, [(4096, 512)])
+KEYS = [VllmKeys("m", group_id=g) for g in range(2)]
+HASHES = BlockHashes(bytes(range(64)), 16)
+HIT = COORD.find_hit([[True] * 4] * 2, 64)
+
+
+def save(**change):
+    args = {
+        "coord": COORD, "schemas": KEYS, "layouts": [LAYOUT] * 2, "hashes": HASHES,
+        "block_ids": [[1, 2, 3, 4]] * 2, "num_tokens": 64,
+    }  # fmt: skip
+    return SavePlan(**{**args, **change})
+
+
+def load(**change):
+    args = {
+        "coord": COORD, "schemas": KEYS, "layouts": [LAYOUT] * 2, "hashes": HASHES,
+        "block_ids": [[1, 2, 3, 4]] * 2, "hit": HIT,
+    }  # fmt: skip
+    return LoadPlan(**{**args, **change})
+
+
+def look(**change):
+    args = {"coord": COORD, "schemas": KEYS, "hashes": HASHES, "num_tokens": 65}
+    return LookupPlan(**{**args, **change})
+
+
+TEXTS = [
+    (lambda: Coordinator([FullAttention(24)], 16), AlignmentError,
+     "`block_size` must be a multiple of `hash_block_size`, got 24 and 16"),
+    (lambda: Coordinator([FullAttention(4)], 8704), AlignmentError,
+     "`block_size` must be a multiple of `hash_block_size`, got 4 and 8704"),
+    (lambda: Coordinator([FullAttention(16), FullAttention(24)], 8, alignment=16), AlignmentError,
+     "`alignment` must be a multiple of every group's `block_size`, got 16 and [16, 24]"),
+    (lambda: Coordinator([], 16), ArgumentError,
+     "`groups` must hold at least one prefix-cacheable group, got 0 groups and none"),
+    (lambda: Coordinator([FullAttention(16, prefix_cacheable=False)], 16), ArgumentError,
+     "`groups` must hold at least one prefix-cacheable group, got 1 groups and none"),
+    (lambda: Coordinator([FullAttention(16)] * 3 + [16], 16), TypeError,
+     "`groups` must hold kvmask groups, got int"),
+    (lambda: FullAttention(0), ArgumentError, "`block_size` must be at least 1, got 0"),
+    (lambda: SlidingWindow(16, window=0), ArgumentError, "`window` must be at least 1, got 0"),
+    (lambda: SlidingWindow(16, window=1, extra_retained_tokens=-1), ArgumentError,
+     "`extra_retained_tokens` must be at least 0, got -1"),
+    (lambda: ChunkedLocal(16, chunk_size=0), ArgumentError,
+     "`chunk_size` must be at least 1, got 0"),
+    (lambda: ChunkedLocal(16, chunk_size=16, eagle=True), ArgumentError,
+     "`eagle` must be False for ChunkedLocal, got True"),
+    (lambda: Mamba(-1), ArgumentError, "`block_size` must be at least 1, got -1"),
+    (lambda: COORD.store_mask(17), AlignmentError,
+     "`num_tokens` must be a multiple of the alignment, got 17 and 16"),
+    (lambda: COORD.store_mask(1 << 33), ArgumentError,
+     "`num_tokens` must be from 0 to 4294967296, got 8589934592"),
+    (lambda: COORD.store_mask(16, num_prompt_tokens=0), ArgumentError,
+     "`num_prompt_tokens` must be from 1 to 4294967296, got 0"),
+    (lambda: COORD.find_hit([[True]], 16), ArgumentError,
+     "`present` must hold one bitset per group, got 1 and 2"),
+    (lambda: BlockHashes(bytes(33), 16), AlignmentError,
+     "the length of `buffer` must be a multiple of `digest_size`, got 33 and 16"),
+    (lambda: BlockHashes(b"", 0), ArgumentError, "`digest_size` must be from 1 to 4096, got 0"),
+    (lambda: BlockHashes.from_list([b"a", 5]), HashInputError,
+     "`digests` must hold bytes-like objects, got int at index 1"),
+    (lambda: BlockHashes.from_list([b"a", b""]), HashInputError,
+     "a digest must have from 1 to 4096 bytes, got 0 at index 1"),
+    (lambda: build_keys([KeyBuilder("a@")], HASHES, [True] * 5), ArgumentError,
+     "`mask` must not be longer than the blocks from `start` on, got 5 and 4"),
+    (lambda: VllmKeys("m").keys(HASHES, [True], start=4), ArgumentError,
+     "`mask` must not be longer than the blocks from `start` on, got 1 and 0"),
+    (lambda: VllmKeys("/"), KeyFormatError, "`model` must name a model, got '/'"),
+    (lambda: VllmKeys(""), KeyFormatError, "`model` must name a model, got ''"),
+    (lambda: VllmKeys("a\ud800"), KeyFormatError, "`model` must be valid Unicode, got 'a\\ud800'"),
+    (lambda: StrictKeys("m", tp_rank=-1), ArgumentError, "`tp_rank` must be at least 0, got -1"),
+    (lambda: KVLayout.from_tensors([], 4), LayoutError,
+     "`tensors` must hold a tensor that is not empty, got none"),
+    (lambda: KVLayout.from_tensors([np.zeros((5, 4), np.uint8)], 4), LayoutError,
+     "`tensors[0]` must have a multiple of `num_blocks` entries in dimension 0, got 5 and 4"),
+    (lambda: LAYOUT.addresses([8]), BlockIdError,
+     "`block_ids` must be at least 0 and below `num_blocks`, got 8 at index 0 and 8"),
+    (lambda: LAYOUT.addresses([0], null_block=0), BlockIdError,
+     "`block_ids` must not name the null block, got 0 at index 0"),
+    (lambda: save(hashes=HASHES[:3]), ArgumentError,
+     "`hashes` must cover the tokens, got 48 tokens of digests and 64"),
+    (lambda: save(block_ids=[[1]]), ArgumentError,
+     "`block_ids` must hold one table per group, got 1 and 2"),
+    (lambda: save(schemas=KEYS[:1]), ArgumentError,
+     "`schemas` must hold one entry per group, got 1 and 2"),
+    (lambda: save(layouts=[LAYOUT] * 3), ArgumentError,
+     "`layouts` must hold one entry per group, got 3 and 2"),
+    (lambda: save(layouts=[[LAYOUT] * 2, LAYOUT]), ArgumentError,
+     "`schemas` and `layouts` must have equally many shards in group 0, got 1 and 2"),
+    (lambda: save(put_steps=[1]), ArgumentError,
+     "`put_steps` must hold one step per group, got 1 and 2"),
+    (lambda: save(put_steps=[1, 0]), ArgumentError, "`put_steps` must be at least 1, got 0"),
+    (lambda: save(max_pieces=0), ArgumentError, "`max_pieces` must be at least 1, got 0"),
+    (lambda: save(rank=-1), ArgumentError, "`rank` must be at least 0, got -1"),
+    (lambda: load(rotation=-1), ArgumentError, "`rotation` must be at least 0, got -1"),
+    (lambda: load(staging=0), ArgumentError, "`staging` must be at least 1, got 0"),
+    (lambda: look(strategy="best"), ArgumentError,
+     "`strategy` must be one of ('staged', 'exact'), got 'best'"),
+    (lambda: look(schemas=[(), VllmKeys("m")]), ArgumentError,
+     "`schemas` must name a namespace for every group, got none for group 0"),
+    (lambda: CostModel(call=0), ArgumentError, "`call` must be more than 0, got 0"),
+    (lambda: CostModel(missing=float("nan")), ArgumentError,
+     "`missing` must be more than 0, got nan"),
+    (lambda: CostModel(miss_rate=1.1), ArgumentError, "`miss_rate` must be from 0 to 1, got 1.1"),
+    (lambda: PresenceMemo(seconds=0), ArgumentError, "`seconds` must be more than 0, got 0"),
+    (lambda: PresenceMemo(capacity=0), ArgumentError, "`capacity` must be at least 1, got 0"),
+    (lambda: Bitset.ones(-1), ArgumentError, "`n` must be from 0 to 4294967296, got -1"),
+    (lambda: Bitset.from_indices(8, [8]), ArgumentError, "`indices` must be from 0 to 7, got 8"),
+    (lambda: Bitset.from_words(3, b"\xff" * 8), ArgumentError,
+     "`words` must have no bit set past `n`, got 3 bits"),
+    (lambda: Bitset([True]) & Bitset([True, True]), ArgumentError,
+     "bitsets must have equal lengths, got 1 and 2"),
+    (lambda: Bitset([2]), ArgumentError,
+     "`bools` must hold only True and False, got 2 at index 0"),
+    (lambda: pick_missing(["a"], [1, 1], 0, 1), StoreError,
+     "the store must answer every key, got 2 answers to 1 keys"),
+    (lambda: plan_blocks(None, 1, 0, ["7"]), BlockIdError,
+     "`block_ids` must hold integers, got str at index 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", range(len(TEXTS)))
+def test_the_text(index):
+    call, error, text = TEXTS[index]
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == text
+    assert type(caught.value) is error
+
+
+# Counts of every kind, everywhere one is taken
+
+COUNTS = {
+    "block_size": FullAttention,
+    "window": lambda v: SlidingWindow(16, window=v),
+    "extra_retained_tokens": lambda v: SlidingWindow(16, 16, extra_retained_tokens=v),
+    "chunk_size": lambda v: ChunkedLocal(16, chunk_size=v),
+    "hash_block_size": lambda v: Coordinator([FullAttention(16)], v),
+    "alignment": lambda v: Coordinator([FullAttention(16)], 16, alignment=v),
+    "retention_interval": lambda v: Coordinator([FullAttention(16)], 16, retention_interval=v),
+    "num_tokens": COORD.store_mask,
+    "num_tokens of lookup_mask": COORD.lookup_mask,
+    "num_tokens of load_mask": COORD.load_mask,
+    "start_token": lambda v: COORD.store_mask(64, v),
+    "num_prompt_tokens": lambda v: COORD.store_mask(64, 0, v),
+    "max_length": lambda v: COORD.find_hit([[True]] * 2, v),
+    "digest_size": lambda v: BlockHashes(bytes(64), v),
+    "start": lambda v: VllmKeys("m").keys(HASHES, None, v),
+    "scale": lambda v: VllmKeys("m").keys(HASHES, None, 0, v),
+    "tp_rank": lambda v: VllmKeys("m", tp_rank=v),
+    "pp_rank": lambda v: StrictKeys("m", pp_rank=v),
+    "num_blocks": lambda v: KVLayout.from_regions([(4096, 64, 64)], v, [(4096, 64)]),
+    "num_tokens of save": lambda v: save(num_tokens=v),
+    "start_token of save": lambda v: save(start_token=v),
+    "num_prompt_tokens of save": lambda v: save(num_prompt_tokens=v),
+    "rank": lambda v: save(rank=v, put_steps=[2, 2]),
+    "put_steps": lambda v: save(put_steps=[v, 1]),
+    "max_pieces": lambda v: save(max_pieces=v),
+    "null_block": lambda v: save(null_block=v),
+    "start_token of load": lambda v: load(start_token=v),
+    "rotation": lambda v: load(rotation=v),
+    "staging": lambda v: load(staging=v),
+    "num_tokens of look": lambda v: look(num_tokens=v),
+    "local_tokens": lambda v: look(local_tokens=v),
+    "hint": lambda v: look(hint=v),
+    "n": Bitset.zeros,
+    "indices": lambda v: Bitset.from_indices(8, [v]),
+    "capacity": HitHints,
+    "capacity of memo": lambda v: PresenceMemo(capacity=v),
+}
+OPTIONAL = {"alignment", "retention_interval", "num_prompt_tokens", "max_pieces", "null_block",
+            "staging"}  # fmt: skip
+# Python's own integers of any size are fine where only their remainder or order counts.
+UNBOUNDED = {"tp_rank", "pp_rank", "rank", "max_pieces", "rotation", "staging",
+             "capacity of memo"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts(name):
+    call, argument = COUNTS[name], name.split(" of ")[0]
+    for value in WRONG:
+        if value is None and argument in OPTIONAL:
+            call(None)
+            continue
+        with pytest.raises((TypeError, LayoutError)) as caught:
+            call(value)
+        assert argument in str(caught.value), (name, value, str(caught.value))
+    for value in HUGE:
+        if value > 0 and (name in UNBOUNDED or argument in UNBOUNDED):
+            call(value)
+            continue
+        if value > 0 and name in ("block_size", "window", "extra_retained_tokens", "chunk_size"):
+            call(value)  # checked where the groups meet, see below
+            continue
+        with pytest.raises(KVMaskError) as caught:
+            call(value)
+        assert str(value) in str(caught.value), (name, value)
+        assert "`" in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [1 << 63, 1 << 70])
+def test_huge_group_sizes_end_at_the_coordinator(size):
+    for group in (FullAttention(size), SlidingWindow(16, window=size), Mamba(size),
+                  ChunkedLocal(16, chunk_size=size)):  # fmt: skip
+        with pytest.raises(ArgumentError, match=str(size)):
+            Coordinator([group], 16)
+
+
+def test_arguments_that_are_no_sequences():
+    for wrong in (None, 5, 1.0, object()):
+        for call in (
+            lambda w=wrong: save(schemas=w),
+            lambda w=wrong: save(layouts=w),
+            lambda w=wrong: save(block_ids=w),
+            lambda w=wrong: save(block_ids=[w, w]),
+            lambda w=wrong: load(block_ids=[w, w]),
+            lambda w=wrong: save(schemas=[w, w]),
+            lambda w=wrong: save(layouts=[w, w]),
+            lambda w=wrong: save(hashes=w),
+            lambda w=wrong: load(hit=w),
+            lambda w=wrong: look(schemas=w),
+            lambda w=wrong: look(hashes=w),
+            lambda w=wrong: Coordinator(w, 16),
+            lambda w=wrong: COORD.find_hit(w, 16),
+            lambda w=wrong: COORD.find_hit([w, w], 16),
+            lambda w=wrong: Bitset.from_bools(w),
+            lambda w=wrong: BlockHashes.from_list(w),
+            lambda w=wrong: BlockHashes(w, 4) if w is not None else BlockHashes(5, 4),
+            lambda w=wrong: KVTransfer(object(), COORD, KEYS, w),
+            lambda w=wrong: KVTransfer(object(), COORD, w, [LAYOUT] * 2),
+        ):
+            with pytest.raises((TypeError, KVMaskError)):
+                call()
+    for name in ("schemas", "layouts", "block_ids"):
+        with pytest.raises(TypeError, match=f"`{name}` must"):
+            save(**{name: None})
+        with pytest.raises((TypeError, BlockIdError), match=f"`{name}` must"):
+            save(**{name: [None, None]})
+
+
+# Bitset under abuse
+
+
+def test_slices_with_huge_steps():
+    bools = [i % 3 == 0 for i in range(130)]
+    bits = Bitset(bools)
+    big = 1 << 62
+    for start in (None, 0, 5, -5, 129, 130, 500, -500, big, -big):
+        for stop in (None, 0, 64, -1, 130, 500, big, -big):
+            for step in (None, 1, 2, 63, 64, 65, 129, big, -1, -2, -64, -129, -big):
+                assert bits[start:stop:step] == bools[start:stop:step]
+    with pytest.raises(ValueError):
+        bits[::0]
+    for bad in (130, -131, 1 << 63, -(1 << 70)):
+        with pytest.raises(IndexError, match="out of range for 130 bits"):
+            bits[bad]
+    for bad in (None, "1", 1.0):
+        with pytest.raises(TypeError, match="a bitset index must be an integer or a slice"):
+            bits[bad]
+
+
+def test_a_bitset_cannot_be_written_or_made_anew():
+    bits = Bitset([True] * 70)
+    view = memoryview(bits)
+    with pytest.raises(TypeError):
+        view[0] = 0
+    with pytest.raises((BufferError, TypeError)):
+        ctypes.c_uint64.from_buffer(bits)
+    with pytest.raises(TypeError, match="read-only and cannot be made anew"):
+        bits.__init__([False])
+    with pytest.raises(TypeError):
+        bits[0] = False
+    del bits
+    assert view[0] == (1 << 64) - 1
+    assert view[1] == 63
+    empty = Bitset.__new__(Bitset)
+    with pytest.raises(BufferError):
+        memoryview(empty)
+    for call in (repr, list, len, hash, copy.copy):
+        with contextlib.suppress(TypeError, BufferError):
+            call(empty)
+    empty.__init__([True])
+    assert empty == [True]
+
+
+@pytest.mark.parametrize("n", [0, 1, 63, 64, 65, 1000])
+def test_copies_and_pickles(n):
+    bits = Bitset.from_indices(n, range(0, n, 3))
+    hashes = BlockHashes(bytes(n * 4 or 4), 4)
+    listed = BlockHashes.from_list([b"ab", b"c"] * n)
+    builder = KeyBuilder("pre@", "é")
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        assert pickle.loads(pickle.dumps(bits, protocol)) == bits
+        assert pickle.loads(pickle.dumps(hashes, protocol)) == hashes
+        assert pickle.loads(pickle.dumps(listed, protocol)) == listed
+        again = pickle.loads(pickle.dumps(builder, protocol))
+        assert (again.prefix, again.suffix) == ("pre@", "é")
+    for value in (bits, hashes, listed):
+        assert copy.copy(value) == value
+        assert copy.deepcopy(value) == value
+    with pytest.raises(TypeError):
+        pickle.dumps(LookupCore(COORD._core, [[KeyBuilder("a")]] * 2, HASHES, 64))
+
+
+# Digests over odd buffers
+
+
+def test_odd_buffers():
+    with pytest.raises((BufferError, ValueError)):
+        BlockHashes(memoryview(bytes(64))[::2], 4)
+    with pytest.raises((BufferError, ValueError)):
+        BlockHashes(np.zeros((8, 8), np.uint8)[:, ::2], 4)
+    released = memoryview(bytes(64))
+    released.release()
+    with pytest.raises(ValueError):
+        BlockHashes(released, 4)
+    assert len(BlockHashes(np.zeros((4, 16), np.uint32), 16)) == 16
+    assert len(BlockHashes(array.array("Q", [1, 2]), 8)) == 2
+    assert BlockHashes(b"", 32)[:] == []
+    for text in ("abcd", 5, [1, 2]):
+        with pytest.raises(TypeError):
+            BlockHashes(text, 1)
+
+
+def test_a_buffer_cannot_move_while_it_is_in_use():
+    owner = bytearray(b"abcd" * 4)
+    hashes = BlockHashes(owner, 4)
+    with pytest.raises(BufferError):
+        owner.extend(b"x" * 1000)
+    del hashes
+    owner.extend(b"x")
+
+
+@pytest.mark.parametrize("strategy", ["staged", "exact"])
+def test_a_list_that_changes_while_it_is_in_use(strategy):
+    for change, message in (
+        (lambda d: d.clear(), "must not shrink while it is in use"),
+        (lambda d: d.__setitem__(0, None), "must not change while it is in use, got NoneType"),
+        (lambda d: d.__setitem__(0, "text"), "must not change while it is in use, got str"),
+    ):
+        listed = [b"a" * 16] * 4
+        plan = look(hashes=BlockHashes.from_list(listed), strategy=strategy)
+        change(listed)
+        with pytest.raises(HashInputError, match=message):
+            plan.next_keys()
+    listed = [b"a" * 16] * 4
+    hashes = BlockHashes.from_list(listed)
+    listed[1] = b"b" * 4000
+    assert VllmKeys("m").keys(hashes)[1].endswith("62" * 4000)
+
+
+def test_ids_whose_own_code_misbehaves():
+    table = [1, 2, 3, 4]
+
+    class Evil:
+        def __index__(self):
+            table.clear()
+            return 3
+
+    table[0] = Evil()
+    with pytest.raises(BlockIdError, match="must not shrink"):
+        plan_blocks(None, 4, 0, table, 1, 0, 0)
+
+    class Broken:
+        def __index__(self):
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        save(block_ids=[[Broken(), 2, 3, 4]] * 2)
+
+
+def test_regions_of_wrong_kinds():
+    for region in ((0, 0, 0), (-1, 1, 1), (1 << 64, 1, 1), ("a", 1, 1), (None, 1, 1), (1, 2, 1)):
+        with pytest.raises(LayoutError):
+            Regions([region], 4)
+    for count in (0, -1, 1 << 63):
+        with pytest.raises(LayoutError):
+            Regions([(4096, 1, 1)], count)

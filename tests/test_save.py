@@ -1,0 +1,402 @@
+"""Saves: what is planned, what is put, what became of it, and where the next save resumes."""
+
+import random
+
+import pytest
+import strategies
+from fake_store import EXIST, PUT, FakeStore
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import ReferenceCoordinator
+from rig import Engine, digests, key, pair
+
+from kvmask import (
+    ChunkedLocal,
+    Coordinator,
+    FullAttention,
+    KVLayout,
+    Mamba,
+    SavePlan,
+    SlidingWindow,
+    VllmKeys,
+)
+from kvmask.errors import ArgumentError, BlockIdError, PlanStateError, StoreError
+
+CODES = (0, -1, -200, -400, -500, -600, -703, -705, -800, -900, -12345)
+
+
+def plan_of(groups, hash_block, num_tokens, tables=None, start=0, prompt=None, **options):
+    coord_options = {
+        name: options.pop(name)
+        for name in ("alignment", "retention_interval", "partial_hits")
+        if name in options
+    }
+    coord = Coordinator(groups, hash_block, **coord_options)
+    layouts = [KVLayout.from_regions([(1 << 20, 64, 64)], 1 << 14, [(1 << 20, 64 << 14)])]
+    n = len(groups)
+    if tables is None:
+        tables = [list(range(1, 2 + num_tokens // g.block_size)) for g in groups]
+    names = [VllmKeys("m", group_id=g) for g in range(n)]
+    hashes = digests(num_tokens // hash_block)
+    return SavePlan(coord, names, layouts * n, hashes, tables, num_tokens, start, prompt, **options)
+
+
+def finish(plan, held=(), code=0):
+    """Drive a plan; the keys that were put."""
+    put = []
+    if plan.keys:
+        plan.feed_exists([int(k in held) for k in plan.keys])
+    while (batch := plan.next_batch()) is not None:
+        put += batch.keys
+        plan.feed([code] * len(batch.keys))
+    return put
+
+
+def planned(plan):
+    """Per group the digest numbers of the planned keys."""
+    found = {}
+    for name in plan.keys:
+        g = int(name.split("group:")[1].split("@")[0])
+        found.setdefault(g, []).append(int(name.rsplit("@", 1)[1], 16))
+    return found
+
+
+# Which blocks
+
+
+@given(st.data())
+def test_the_planned_keys_are_those_of_the_store_mask(data):
+    config = data.draw(strategies.configs())
+    num_tokens = data.draw(strategies.token_counts(config))
+    start = data.draw(st.sampled_from((0, config.common, num_tokens // 2)))
+    start -= start % config.common
+    prompt = data.draw(st.sampled_from((None, max(1, num_tokens), num_tokens + config.common)))
+    states = data.draw(st.booleans())
+    hash_block, partial = config.hash_block_size, config.partial_hits
+    plan = plan_of(
+        list(config.groups), hash_block, num_tokens, None, start, prompt, states=states,
+        alignment=config.alignment, retention_interval=config.retention_interval,
+        partial_hits=partial,
+    )  # fmt: skip
+    aligned = num_tokens // config.unit * config.unit
+    reference = ReferenceCoordinator(*config.args)
+    masks = reference.store_mask(aligned, start, prompt, states)
+    found = planned(plan)
+    for g, (group, mask) in enumerate(zip(config.groups, masks, strict=True)):
+        first = -(-start // group.block_size)
+        whole = range(first, aligned // group.block_size)
+        wanted = {i for i in whole if mask is None or mask[i - first]}
+        if aligned <= start or not group.prefix_cacheable:
+            wanted = set()
+        scale = group.block_size // hash_block if group.prefix_cacheable else 1
+        got = found.get(g, [])
+        assert got == sorted(got)
+        blocks = {d // scale - 1 for d in got if d % scale == 0}
+        if partial:  # and what a hit at this very end needs
+            assert wanted <= blocks
+        else:
+            assert blocks == wanted
+            assert all(d % scale == 0 for d in got)
+
+
+def test_replay_boundaries_shape_the_save():
+    groups = [FullAttention(64), SlidingWindow(16, window=32)]
+    for retention, wanted in ((None, [*range(3, 28, 4)]), (0, [27]), (128, [7, 15, 23, 27])):
+        plan = plan_of(groups, 16, 448, prompt=500, retention_interval=retention)
+        assert [d - 1 for d in planned(plan)[1] if d % 2 == 0] == wanted
+
+
+def test_a_suffix_save_continues_where_the_last_one_ended():
+    groups = [FullAttention(64), SlidingWindow(16, window=32), ChunkedLocal(16, chunk_size=64)]
+    whole = set(plan_of(groups, 16, 512).keys)
+    parts = []
+    start = 0
+    for end in (60, 64, 200, 256, 511, 512):
+        plan = plan_of(groups, 16, end, start=start)
+        finish(plan)
+        parts += plan.keys
+        start = plan.result.saved_tokens
+    assert start == 512
+    assert sorted(parts) == sorted(whole)
+
+
+@given(st.data())
+def test_saves_in_pieces_store_all_that_one_save_stores(data):
+    config = data.draw(strategies.configs())
+    total = data.draw(strategies.token_counts(config))
+    cuts = sorted(data.draw(st.lists(st.integers(0, total), max_size=4)))
+    options = {
+        "alignment": config.alignment,
+        "retention_interval": config.retention_interval,
+        "partial_hits": config.partial_hits,
+        "states": data.draw(st.booleans()),
+    }
+    prompt = data.draw(st.sampled_from((None, max(total, 1))))
+    groups, unit = list(config.groups), config.hash_block_size
+    tables = [list(range(1, 2 + total // g.block_size)) for g in groups]
+    one = plan_of(groups, unit, total, tables, 0, prompt, **options)
+    stored, start = set(), 0
+    for end in [*cuts, total]:
+        plan = plan_of(groups, unit, end, tables, start, prompt, **options)
+        stored.update(finish(plan, stored))
+        assert plan.result.saved_tokens >= start
+        start = plan.result.saved_tokens
+    assert set(one.keys) <= stored
+
+
+def test_what_a_hit_at_the_end_needs_may_end_before_it():
+    """A window of larger blocks ends the joint hit of a save of 48 tokens at 32."""
+    groups = [SlidingWindow(16, window=17), SlidingWindow(32, window=17), ChunkedLocal(16, 48)]
+    plan = plan_of(groups, 16, 48, partial_hits=True, retention_interval=0)
+    assert planned(plan)[1] == [2]
+    assert 2 in planned(plan)[0]
+
+
+def test_null_blocks_are_never_put():
+    """B19: at the front, in the middle, everywhere, and a table shorter than the mask."""
+    for table, wanted in (
+        ([0, 0, 0, 7], [(3, 7)]),
+        ([5, 0, 6, 7], [(0, 5), (2, 6), (3, 7)]),
+        ([0, 0, 0, 0], []),
+        ([5, 6], [(0, 5), (1, 6)]),
+        ([], []),
+    ):
+        plan = plan_of([FullAttention(16)], 16, 64, [table])
+        assert planned(plan).get(0, []) == [i + 1 for i, _ in wanted]
+        if not plan.keys:
+            assert plan.next_batch() is None
+        else:
+            plan.feed_exists([0] * len(plan.keys))
+            batch = plan.next_batch()
+            assert batch.addresses == [[(1 << 20) + 64 * block] for _, block in wanted]
+            plan.feed([0] * len(wanted))
+        assert plan.result.stored == len(wanted)
+        assert plan.result.ok
+        assert plan.result.saved_tokens == min(64, 16 * len(table))
+
+
+def test_another_null_block_or_none():
+    plan = plan_of([FullAttention(16)], 16, 64, [[0, 9, 2, 3]], null_block=9)
+    assert planned(plan)[0] == [1, 3, 4]
+    plan = plan_of([FullAttention(16)], 16, 64, [[0, 9, 2, 3]], null_block=None)
+    assert planned(plan)[0] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("start", [0, 48, 160])
+def test_who_stores_what_among_ranks_that_hold_the_same(start):
+    """B27: TP 8, 37 chunks, 2 groups; the owner does not depend on where a suffix starts."""
+    groups = [FullAttention(16), FullAttention(16, spec="other")]
+    first = start // 16
+    for step in (8, 2, 1):
+        writers = {}
+        for rank in range(8):
+            plan = plan_of(groups, 16, 37 * 16, start=start, put_steps=[step] * 2, rank=rank)
+            for g, numbers in planned(plan).items():
+                for d in numbers:
+                    writers.setdefault((g, d - 1), []).append(rank)
+        assert len(writers) == 2 * (37 - first)
+        for (g, chunk), ranks in writers.items():
+            assert ranks == [r for r in range(8) if chunk % step == (r + g) % step]
+        if step == 8 and not start:
+            assert (writers[0, 0], writers[1, 0]) == ([0], [7])
+        if step == 2 and not start:
+            assert (writers[0, 0], writers[1, 0]) == ([0, 2, 4, 6], [1, 3, 5, 7])
+
+
+def test_a_key_has_the_last_digest_of_its_block_and_a_tail_its_own_end():
+    """B42: chunks (0, 64) -> digest 4, (64, 80) -> digest 5."""
+    plan = plan_of([FullAttention(64)], 16, 80, partial_hits=True)
+    assert planned(plan)[0] == [4, 5]
+    plan = plan_of([FullAttention(64)], 16, 80)
+    assert planned(plan)[0] == [4]
+    assert len(plan_of([FullAttention(256)], 4, 256).keys[0].rsplit("@", 1)[1]) == 32
+
+
+# What became of it
+
+
+@pytest.mark.parametrize("num_pieces", [None, 1, 3])
+@given(st.data())
+def test_every_planned_key_is_in_one_place(num_pieces, data):
+    rng = data.draw(st.randoms(use_true_random=False))
+    groups = [FullAttention(64), SlidingWindow(16, window=32)]
+    plan = plan_of(groups, 16, 64 * data.draw(st.integers(0, 9)), max_pieces=num_pieces)
+    held = {k for k in plan.keys if rng.random() < 0.3}
+    if plan.keys:
+        plan.feed_exists([int(k in held) for k in plan.keys])
+    given_codes = {}
+    while (batch := plan.next_batch()) is not None:
+        if num_pieces:
+            assert len(batch.keys) <= num_pieces
+        if rng.random() < 0.2:
+            plan.fail(-900)
+            given_codes.update(dict.fromkeys(batch.keys, -900))
+            continue
+        codes = [rng.choice(CODES) if rng.random() < 0.4 else 0 for _ in batch.keys]
+        given_codes.update(zip(batch.keys, codes, strict=True))
+        plan.feed(codes)
+    result = plan.result
+    assert result.stored + result.present + len(result.failed) == len(plan.keys)
+    assert set(given_codes) == set(plan.keys) - held
+    assert {f.key: f.code for f in result.failed} == {
+        k: c for k, c in given_codes.items() if c not in (0, -705)
+    }
+    assert result.stored == sum(c == 0 for c in given_codes.values())
+    assert result.num_bytes == 64 * result.stored
+    # The mark lies at or below the first block that is not stored.
+    for f in result.failed:
+        assert result.saved_tokens <= f.block * groups[f.group].block_size
+        assert plan.keys.count(f.key) == 1
+    if result.ok:
+        assert result.saved_tokens == plan.num_tokens
+
+
+def test_no_room_leaves_the_mark_at_the_first_hole():
+    """B49: 63 of 80 stored; the next save starts there; pressure is per request."""
+    plan = plan_of([FullAttention(16)], 16, 80 * 16, max_pieces=None)
+    plan.feed_exists([0] * 80)
+    plan.next_batch()
+    plan.feed([0] * 63 + [-200] * 17)
+    first = plan.result
+    assert (first.stored, first.saved_tokens, first.pressure) == (63, 63 * 16, True)
+    again = plan_of([FullAttention(16)], 16, 80 * 16, start=first.saved_tokens)
+    assert planned(again)[0] == list(range(64, 81))
+    finish(again)
+    assert (again.result.saved_tokens, again.result.pressure) == (1280, False)
+
+
+def test_a_full_pool_of_real_objects():
+    source, _ = pair([FullAttention(16)], 16, 160, layers=1)
+    source.store.capacity = 5 * 48
+    result = source.kv.save(digests(10), source.tables, 160)
+    assert (result.stored, result.saved_tokens, result.pressure) == (5, 80, True)
+    assert {f.code for f in result.failed} == {-200}
+    source.store.capacity = None
+    result = source.kv.save(digests(10), source.tables, 160, start_token=result.saved_tokens)
+    assert (result.stored, result.saved_tokens, result.pressure) == (5, 160, False)
+
+
+def test_already_there_is_success_and_no_key_is_put_twice():
+    """B50: 0 and -705 alike; of equal keys in one save the first is put."""
+    store = FakeStore()
+    coord = Coordinator([FullAttention(16)], 16)
+    engine = Engine(store, coord, 64, seed=1)
+    same = [b"x" * 16, b"y" * 16, b"x" * 16, b"y" * 16]
+    result = engine.kv.save(same, engine.tables, 64)
+    assert (result.stored, result.present, len(result.failed)) == (2, 2, 0)
+    assert result.num_bytes == 2 * len(engine.block(0, 0))
+    assert store.pool[key(engine, 0, b"x" * 16)] == engine.block(0, 0)
+    assert len(store.calls(PUT)) == 1
+    result = engine.kv.save(same, engine.tables, 64)
+    assert (result.stored, result.present, result.num_bytes) == (0, 4, 0)
+    assert len(store.calls(PUT)) == 1
+    store.fail(EXIST, 0)  # it says absent, and the put finds them
+    store.fail(PUT, -705)
+    result = engine.kv.save(same, engine.tables, 64)
+    assert (result.stored, result.present, result.ok) == (0, 4, True)
+    assert result.saved_tokens == 64
+
+
+def test_only_one_is_there_for_a_save():
+    """An answer that is no 1 means that the block is put, never that it is skipped."""
+    for odd in (0, -1, -704, -900, 2):
+        plan = plan_of([FullAttention(16)], 16, 64)
+        plan.feed_exists([1, odd, 1, 1])
+        assert len(plan.next_batch().keys) == 1
+
+
+def test_ten_thousand_failures_are_told_in_short():
+    """B64: the text of a result does not grow with its failures."""
+    plan = plan_of([FullAttention(1)], 1, 10_000, max_pieces=None)
+    finish(plan, code=-800)
+    result = plan.result
+    assert len(result.failed) == 10_000
+    for text in (str(result), repr(result)):
+        assert len(text) < 1000
+    assert "10000 with codes [-800]" in str(result)
+    assert result.failed[0].key in str(result)
+
+
+# Order of calls and bad answers
+
+
+def test_out_of_order():
+    plan = plan_of([FullAttention(16)], 16, 64, max_pieces=2)
+    with pytest.raises(PlanStateError, match="`result` needs the answers"):
+        plan.result  # noqa: B018
+    assert plan.next_batch() is None  # nothing to put before the store was asked
+    with pytest.raises(PlanStateError, match="`feed` must follow `next_batch`"):
+        plan.feed([])
+    with pytest.raises(PlanStateError, match="`fail` must follow `next_batch`"):
+        plan.fail(-1)
+    plan.feed_exists([0] * 4)
+    with pytest.raises(PlanStateError, match="`feed_exists` must be called once"):
+        plan.feed_exists([0] * 4)
+    assert len(plan.next_batch().keys) == 2
+    with pytest.raises(PlanStateError, match="`feed` must be given the answers"):
+        plan.next_batch()
+    with pytest.raises(PlanStateError, match="`result` needs the answers"):
+        plan.result  # noqa: B018
+    plan.feed([0, 0])
+    assert len(plan.next_batch().keys) == 2
+    plan.feed([0, 0])
+    assert plan.next_batch() is None
+    assert plan.result.stored == 4
+
+
+@pytest.mark.parametrize("bad", [[], [0], [0] * 3, [0] * 5])
+def test_answers_of_another_length(bad):
+    plan = plan_of([FullAttention(16)], 16, 64)
+    with pytest.raises(StoreError, match=f"got {len(bad)} answers to 4 keys"):
+        plan.feed_exists(bad)
+    plan.feed_exists([0] * 4)
+    plan.next_batch()
+    with pytest.raises(StoreError, match=f"got {len(bad)} answers to 4 keys"):
+        plan.feed(bad)
+    plan.feed([0] * 4)
+    assert plan.result.stored == 4
+
+
+@pytest.mark.parametrize("odd", [None, "0", 0.0, 0.5, [0]], ids=repr)
+def test_answers_that_are_no_integers(odd):
+    plan = plan_of([FullAttention(16)], 16, 64)
+    with pytest.raises(StoreError, match="must answer with integers"):
+        plan.feed_exists([0, 0, 0, odd])
+    plan.feed_exists([0] * 4)
+    plan.next_batch()
+    with pytest.raises(StoreError, match="must answer with integers"):
+        plan.feed([0, 0, 0, odd])
+    plan.feed([0] * 4)
+    assert (plan.result.stored, plan.result.num_bytes) == (4, 256)
+
+
+def test_a_block_id_outside_the_tensors_puts_nothing():
+    engine = Engine(FakeStore(), Coordinator([FullAttention(16)], 16), 64, seed=1)
+    for bad in (6, -1, 1 << 31, 1 << 63, 1 << 70, None, 1.0, "1", True, [1]):
+        with pytest.raises(BlockIdError, match=r"`block_ids` must (be at least|hold integers)"):
+            engine.kv.save(digests(4), [[1, 2, bad, 3]], 64)
+    assert not engine.store.pool
+    with pytest.raises(ArgumentError, match="got 48 tokens of digests and 64"):
+        engine.kv.save(digests(3), engine.tables, 64)
+
+
+def test_states_are_saved_only_where_they_stay():
+    groups = [FullAttention(16), Mamba(16)]
+    assert set(planned(plan_of(groups, 16, 64))) == {0}
+    assert planned(plan_of(groups, 16, 64, states=True))[1] == [1, 2, 3, 4]
+
+
+def test_rotating_ranks_share_the_work_of_real_puts():
+    """Four ranks with the same bytes write every block once between them."""
+    coord = Coordinator([FullAttention(16), SlidingWindow(16, window=64)], 16)
+    store = FakeStore()
+    ranks = [Engine(store.client(), coord, 160, seed=3, put_steps=[4, 2], rank=r) for r in range(4)]
+    order = list(range(4))
+    random.Random(1).shuffle(order)
+    results = [ranks[r].kv.save(digests(10), ranks[r].tables, 160) for r in order]
+    assert all(r.ok and r.saved_tokens == 160 for r in results)
+    assert sum(r.stored for r in results) == 20
+    assert len(store.pool) == 20
+    for g in range(2):
+        for i, digest in enumerate(digests(10)):
+            assert store.pool[key(ranks[0], g, digest)] == ranks[0].block(g, i)
