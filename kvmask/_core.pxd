@@ -153,6 +153,7 @@ cdef class LookupCore:
     cdef int64_t expected
     cdef int64_t hit  # -1 while undecided
     cdef bint no_masks
+    cdef bint tail_need
     cdef tuple masks
     cdef list tails
     cdef readonly int64_t asked
@@ -171,6 +172,8 @@ cdef class LookupCore:
     cdef int64_t ask(self, int set_index, int64_t first, int64_t stop, int64_t stride,
                      int64_t most, list asked) except -1
     cdef list choose(self, km_search *search, km_set_state *sets, int set_index, km_need need)
+    cdef ask_left(self, km_search *search, km_set_state *set_state, int set_index, km_need need,
+                  list asked)
     cdef ask_boundaries(self, km_search *search, km_set_state *sets, int64_t length, int64_t count,
                         list asked)
     cdef add_keys(self, int group, Bitset bits, list keys)

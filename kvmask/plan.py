@@ -455,7 +455,7 @@ class LoadPlan(BlockPlan):
             if coord.groups[g].prefix_cacheable and len(hit.masks[g]):
                 self._plan_group(g, hit, tables[g], start_token)
         self._loaded = 0
-        self._retried = False
+        self._retried: set[int] = set()
         self.renew: list[str] = []
         self._describe(rotation, staging)
 
@@ -514,8 +514,8 @@ class LoadPlan(BlockPlan):
         stop = start + len(given)
         self._current = None
         self.renew = []
-        if not self._retried and all(r == LEASE_EXPIRED for r in given):
-            self._retried = True
+        if start not in self._retried and all(r == LEASE_EXPIRED for r in given):
+            self._retried.add(start)
             self.renew = self._all.keys[start:stop]
             self._calls.append((start, stop))
             return

@@ -79,16 +79,11 @@ def pick_missing(list keys not None, answers, start, stop):
     Raises:
         StoreError: There is not one integer per key.
     """
-    cdef list given = answers if type(answers) is list else list(answers)
+    cdef list given = checked_answers(answers, len(keys))
     cdef Py_ssize_t i
     cdef Py_ssize_t first = as_int64(start, "start", 0, len(keys))
     cdef Py_ssize_t end = as_int64(stop, "stop", first, len(keys))
     cdef list missing = [], positions = []
-    if len(given) != len(keys):
-        raise StoreError(
-            f"the store must answer every key, got {len(given)} answers to {len(keys)} keys"
-        )
-    check_answers(given)
     for i in range(first, end):
         if given[i] is not _ONE and given[i] != 1:
             missing.append(keys[i])

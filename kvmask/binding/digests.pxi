@@ -50,7 +50,8 @@ cdef class BlockHashes:
         self.n = self.view.len // size
 
     def __init__(self, buffer, digest_size):
-        pass
+        if buffer is None:
+            raise TypeError("`buffer` must support the buffer protocol, got None")
 
     def __dealloc__(self):
         if self.has_view:

@@ -110,6 +110,10 @@ cdef class LookupCore:
         # A set of several groups is searched on the and of their bits.
         self.set_maybe = coord.joint_presence(tuple(self.maybe))
         self.set_known = coord.joint_presence(tuple(self.known))
+        for known in self.set_known:
+            if km_count(known.words, known.n) < known.n:
+                return
+        self.staged = True  # nothing is left to ask: the search alone decides
 
     cdef void mark_local(self, km_group *group, int64_t stride, Bitset maybe,
                          Bitset known) noexcept:
@@ -182,7 +186,8 @@ cdef class LookupCore:
         if hit < 0:
             set_index[0] = self.first_need(sets)
             need[0] = sets[set_index[0]].need
-            if self.local_tokens and self.hopeless(search, sets):
+            self.tail_need = False
+            if self.hopeless(search, sets):
                 self.finish_empty()
                 return True
             return False
@@ -201,8 +206,11 @@ cdef class LookupCore:
                 own.nbits = maybe.n
                 found = km_tail_boundary(search, &sets[k], &own, hit, &boundary)
                 if not found:
+                    # Any boundary from here to the block's end will do: all in one call.
                     set_index[0] = k
                     need[0] = sets[k].need
+                    self.tail_need = True
+                    need.stop = min((need.first // own.stride + 1) * own.stride, own.nbits)
                     return False
             self.tails[i] = boundary
         self.hit = hit
@@ -234,9 +242,17 @@ cdef class LookupCore:
         cdef CoordinatorCore coord = self.coord
         cdef list asked = [None] * coord.n_sets
         cdef int64_t batch = self.batch
-        if coord.groups[coord.leaders[set_index]].kind == KM_FULL:
-            if self.hint:
-                batch = self.hint // coord.groups[coord.leaders[set_index]].block_size + self.slack
+        cdef km_set_state *set_state = &sets[set_index]
+        if self.tail_need:
+            self.ask(set_index, need.first, need.stop, need.stride, c_max_bits, asked)
+            return asked
+        if set_state.group.kind == KM_FULL:
+            if need.stride != set_state.presence.stride:
+                # Boundaries inside one block: all that are left of them in one call.
+                need.first -= need.first % set_state.presence.stride
+                batch = c_max_bits
+            elif self.hint:
+                batch = self.hint // set_state.group.block_size + self.slack
                 self.ask_boundaries(search, sets, min(self.hint, self.limit), 1, asked)
                 self.hint = 0
             else:
@@ -244,9 +260,38 @@ cdef class LookupCore:
             self.ask(set_index, need.first, need.stop, need.stride, batch, asked)
             return asked
         self.ask(set_index, need.first, need.stop, need.stride, c_max_bits, asked)
+        if set_state.group.kind == KM_WINDOW or set_state.group.kind == KM_STATE:
+            self.ask_left(search, set_state, set_index, need, asked)
         self.ask_boundaries(search, sets, self.limit, self.width, asked)
         self.width = min(self.width * 2, 1 << 20)
         return asked
+
+    cdef ask_left(self, km_search *search, km_set_state *set_state, int set_index, km_need need,
+                  list asked):
+        """Adds the set's own next places to the left, at the same distance from the alignment:
+        where the search goes when this need fails."""
+        cdef Bitset maybe = <Bitset>self.set_maybe[set_index]
+        cdef int64_t stride = need.stride, period = 1, span = 1, i, found = 1
+        cdef int64_t block = (need.stop - 1) // stride
+        cdef int64_t b = set_state.group.block_size
+        cdef bint live
+        if stride == set_state.presence.stride and not search.partial:
+            period = search.alignment // b
+        if set_state.group.kind == KM_WINDOW:
+            span = max(km_window_need(&set_state.group, set_state.group.eagle), <int64_t>1)
+        block -= period
+        while block >= 0 and found < self.width:
+            live = True
+            for i in range(max(block - span + 1, <int64_t>0), block + 1):
+                if not km_get(maybe.words, (i + 1) * stride - 1):
+                    live = False
+                    break
+            if live:
+                found += 1
+                i = max(block - span + 1, <int64_t>0)
+                self.ask(set_index, (i + 1) * stride - 1, (block + 1) * stride, stride,
+                         c_max_bits, asked)
+            block -= period
 
     cdef ask_boundaries(self, km_search *search, km_set_state *sets, int64_t length, int64_t count,
                         list asked):
@@ -316,7 +361,7 @@ cdef class LookupCore:
             PlanStateError: Nothing was asked.
             StoreError: There is not one answer per key, or one is no integer.
         """
-        cdef list given = answers if type(answers) is list else list(answers)
+        cdef list given
         cdef int64_t position = 0, bit
         cdef Py_ssize_t namespaces, j
         cdef int group
@@ -325,11 +370,7 @@ cdef class LookupCore:
         cdef PyObject *answer
         if not self.pending_groups:
             raise PlanStateError("`feed` must follow a batch of keys, got answers to none")
-        if len(given) != self.expected:
-            raise StoreError(
-                f"the store must answer every key, got {len(given)} answers to {self.expected} keys"
-            )
-        check_answers(given)
+        given = checked_answers(answers, self.expected)
         for group, bits in self.pending_groups:
             namespaces = len(<tuple>self.builders[group])
             maybe = <Bitset>self.maybe[group]
@@ -383,7 +424,20 @@ cdef class LookupCore:
 cdef object _ONE = 1
 
 
-cdef check_answers(list answers):
-    for item in answers:
+cdef list checked_answers(object answers, Py_ssize_t expected):
+    """The store's answers as a list of our own, one integer per key."""
+    cdef list given
+    try:
+        given = list(answers)
+    except TypeError:
+        raise StoreError(
+            f"the store must answer with a list of integers, got {type(answers).__name__}"
+        ) from None
+    if len(given) != expected:
+        raise StoreError(
+            f"the store must answer every key, got {len(given)} answers to {expected} keys"
+        )
+    for item in given:
         if type(item) is not int and not isinstance(item, _numbers.Integral):
             raise StoreError(f"the store must answer with integers, got {item!r}")
+    return given
