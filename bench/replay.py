@@ -43,7 +43,10 @@ from shapes import DIGEST_BYTES, SHAPES, Shape
 from kvmask import BlockHashes, KVLayout, KVTransfer, mooncake
 
 BLOCK_BYTES = 16
-SEGMENT_BYTES = 4 << 30
+# Mooncake's offset allocator places at most one object per KiB of a segment, however small they
+# are (0.3.13.post1): more push others out although the pool is all but empty.
+SEGMENT_BYTES_PER_OBJECT = 2048
+LEAST_SEGMENT_BYTES = 1 << 30
 
 
 class MemoryStore:
@@ -328,15 +331,22 @@ def report(outcome: Outcome) -> str:
     )
 
 
+def objects(shape: Shape, requests: Iterable[traces.Request]) -> int:
+    """How many keys a replay saves at most."""
+    ids = len({i for request in requests for i in request.hash_ids})
+    per_id = traces.TOKENS_PER_ID
+    return ids * len(shape.keys(bytes(per_id // shape.hash_block * DIGEST_BYTES), per_id))
+
+
 @contextlib.contextmanager
-def open_store(kind: str) -> Iterator[Any]:
-    """A store of its own: a master on loopback that never evicts, or one in this process."""
+def open_store(kind: str, num_objects: int) -> Iterator[Any]:
+    """A store of its own: a master on loopback that need not evict, or one in this process."""
     if kind == "memory":
         yield MemoryStore()
         return
-    # A looked-up key keeps its lease as in production; the pool is far from its eviction mark.
+    segment = max(LEAST_SEGMENT_BYTES, num_objects * SEGMENT_BYTES_PER_OBJECT)
     with mooncake.local_master() as master:
-        store = mooncake.connect(master, segment_bytes=SEGMENT_BYTES)
+        store = mooncake.connect(master, segment_bytes=segment)
         try:
             yield store
         finally:
@@ -357,11 +367,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
     if args.trace:
-        requests: Iterable[traces.Request] = traces.load(args.trace)
-        if args.requests is not None:
-            requests = itertools.islice(requests, args.requests)
+        requests = list(itertools.islice(traces.load(args.trace), args.requests))
     else:
-        requests = traces.generate(args.requests or 1000, args.seed)
+        requests = list(traces.generate(args.requests or 1000, args.seed))
     with_vllm = vllm_side.available() and not args.no_vllm
     print(
         f"trace: {args.trace or f'generated, seed {args.seed}'}; store: {args.store}; "
@@ -369,7 +377,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if with_vllm:
         vllm_side.engine()
-    with open_store(args.store) as store:
+    with open_store(args.store, objects(SHAPES[args.shape], requests)) as store:
         outcome = replay(
             SHAPES[args.shape],
             requests,
