@@ -263,7 +263,7 @@ class SavePlan(BlockPlan):
             for g in range(n):
                 if not coord.groups[g].prefix_cacheable:
                     continue
-                table = list(block_ids[g])
+                table = block_ids[g]
                 self._plan_group(
                     g,
                     masks[g],
@@ -279,7 +279,7 @@ class SavePlan(BlockPlan):
         g: int,
         mask: Bitset | None,
         needed: Bitset | None,
-        table: list[int],
+        table: Sequence[int],
         states: bool,
         step: int,
         phase: int,
