@@ -1,4 +1,4 @@
-"""Block hashes of token ids, in the table beside the other steps; bench_hashes.py has the details."""
+"""Block hashes of token ids, in the table beside the other steps; more in bench_hashes.py."""
 
 import random
 

@@ -43,9 +43,7 @@ def bench_save_plan(pair, name, tokens):
 
         assert theirs() == expected
     target = 25 if (name, tokens) == ("dsv4", 131_072) else None
-    pair(
-        f"save plan, {name}, {tokens:,} tokens", ours, theirs, target=target, keys=len(expected)
-    )
+    pair(f"save plan, {name}, {tokens:,} tokens", ours, theirs, target=target, keys=len(expected))
 
 
 @pytest.mark.parametrize("present", [0, 1], ids=["all missing", "all present"])

@@ -40,7 +40,7 @@ import traces
 import vllm_side
 from shapes import DIGEST_BYTES, SHAPES, Shape
 
-from kvmask import BlockHashes, KVLayout, KVTransfer, mooncake
+from kvmask import BlockHashes, HitHints, KVLayout, KVTransfer, mooncake
 
 BLOCK_BYTES = 16
 # Mooncake's offset allocator places at most one object per KiB of a segment, however small they
@@ -188,6 +188,7 @@ def replay(
     with_vllm: bool,
     limit: float = float("inf"),
     cold: int = 50,
+    hint_slots: int = 1 << 16,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
     """Replay requests against an empty store.
@@ -198,6 +199,7 @@ def replay(
         store: A connected MooncakeDistributedStore, or the same calls.
         with_vllm: Run the engine's worker too.
         limit: Seconds after which no further request is begun.
+        hint_slots: Size of the table of hints; the default is KVTransfer's.
         cold: Requests looked up before anything is saved, to count the calls of a cold store.
         progress: Takes a line from time to time.
     """
@@ -205,7 +207,7 @@ def replay(
     memories = [ctypes.create_string_buffer(2 * BLOCK_BYTES * len(shape.groups)) for _ in range(3)]
     exact = transfer(shape, counting, memories[0], hints=None)
     staged = transfer(shape, counting, memories[1], hints=None)
-    hinted = transfer(shape, counting, memories[2])
+    hinted = transfer(shape, counting, memories[2], hints=HitHints(hint_slots))
     runs = [
         Run("exact", kvmask_lookup(exact, "exact")),
         Run("staged", kvmask_lookup(staged, "staged")),
@@ -363,6 +365,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, help="stop after so many (generated: 1000)")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds")
     parser.add_argument("--store", choices=("mooncake", "memory"), default="mooncake")
+    parser.add_argument("--hint-slots", type=int, default=1 << 16, help="size of the hints' table")
     parser.add_argument("--no-vllm", action="store_true", help="leave vLLM out")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
@@ -371,9 +374,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         requests = list(traces.generate(args.requests or 1000, args.seed))
     with_vllm = vllm_side.available() and not args.no_vllm
+    source = args.trace or f"generated, seed {args.seed}"
+    beside = vllm_side.version() if with_vllm else "not run"
     print(
-        f"trace: {args.trace or f'generated, seed {args.seed}'}; store: {args.store}; "
-        f"Python {platform.python_version()}; vLLM {vllm_side.version() if with_vllm else 'not run'}"
+        f"trace: {source}; store: {args.store}; Python {platform.python_version()}; vLLM {beside}"
     )
     if with_vllm:
         vllm_side.engine()
@@ -384,6 +388,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             store,
             with_vllm=with_vllm,
             limit=args.limit,
+            hint_slots=args.hint_slots,
             progress=lambda text: print(text, file=sys.stderr, flush=True),
         )
     print(report(outcome))

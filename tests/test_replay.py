@@ -13,9 +13,9 @@ if not BENCH.is_dir():  # an installed copy of the tests without the benches
     pytest.skip("needs bench/ of the repository", allow_module_level=True)
 sys.path.append(str(BENCH))
 
-import replay
-import traces
-from shapes import SHAPES
+import replay  # noqa: E402
+import traces  # noqa: E402
+from shapes import SHAPES  # noqa: E402
 
 REQUESTS = 40
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -73,7 +73,9 @@ def test_replay_notices_a_store_that_loses_objects():
             return codes
 
     outcome = replay.replay(SHAPES["full16"], small(), Lossy(), with_vllm=False)
-    assert outcome.lost and not outcome.differing and not outcome.ok
+    assert outcome.lost
+    assert not outcome.differing
+    assert not outcome.ok
 
 
 def test_replay_notices_lookups_that_differ():
@@ -86,7 +88,8 @@ def test_replay_notices_lookups_that_differ():
 
     store.hooks.append(forget)
     outcome = replay.replay(SHAPES["full16"], small(), store, with_vllm=False, cold=0)
-    assert outcome.differing and not outcome.ok
+    assert outcome.differing
+    assert not outcome.ok
 
 
 def test_replay_refuses_a_store_that_is_not_empty():
