@@ -57,7 +57,12 @@ test-vllm: setup-vllm ## the tests that compare with the real vLLM, in an enviro
 
 .PHONY: bench
 bench: setup-dev ## time kvmask, beside vLLM where it is installed
-	$(BENCH_PY) -m pytest bench --benchmark-enable -o python_files='bench_*.py test_*.py' $(ARGS)
+	$(BENCH_PY) -m pytest bench --benchmark-enable --benchmark-quiet --benchmark-timer=time.process_time \
+		--benchmark-max-time=0.2 -o python_files='bench_*.py' -o python_functions='bench_*' $(ARGS)
+
+.PHONY: instructions
+instructions: setup-dev ## count instructions per call and compare with the checked-in counts
+	$(PY) bench/instructions.py $(ARGS)
 
 .PHONY: replay
 replay: setup-dev ## replay a request trace against a real store

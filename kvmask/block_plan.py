@@ -231,10 +231,23 @@ class Entries:
     """The keys of one group: block-major, the shards of one block together."""
 
     group: int
-    blocks: list[int]
+    planned: Bitset
+    start: int
+    tail: int | None
     block_ids: list[int]
     shards: int
     first_key: int
+    _blocks: list[int] | None = None
+
+    @property
+    def blocks(self) -> list[int]:
+        """Index of each entry's block in its group. Made when first asked for: only failures are
+        reported by it."""
+        if self._blocks is None:
+            self._blocks = [self.start + i for i in self.planned.indices()]
+            if self.tail is not None:
+                self._blocks.append(self.tail)
+        return self._blocks
 
 
 class BlockPlan:
@@ -294,16 +307,17 @@ class BlockPlan:
         size = self._coord.groups[group].block_size
         unit = self._coord.hash_block_size
         builders = tuple(s.builder for s in self._schemas[group])
-        blocks = [start + i for i in planned.indices()]
         first_key = len(self.keys)
         keys = build_keys(builders, self._hashes, planned, start, size // unit)
         if tail is not None:
-            block, block_id, boundary = tail
+            _, block_id, boundary = tail
             keys += build_keys(builders, [self._hashes[boundary // unit - 1]])
-            blocks.append(block)
             block_ids = [*block_ids, block_id]
         self.keys = self.keys + keys if self.keys else keys
-        self._entries.append(Entries(group, blocks, block_ids, len(builders), first_key))
+        last = None if tail is None else tail[0]
+        self._entries.append(
+            Entries(group, planned, start, last, block_ids, len(builders), first_key)
+        )
 
     def _descriptors(
         self, entries: Entries, ordinals: list[int] | None

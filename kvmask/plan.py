@@ -281,7 +281,7 @@ class SavePlan(BlockPlan):
         g: int,
         mask: Bitset | None,
         needed: Bitset | None,
-        table: list[int],
+        table: Sequence[int],
         states: bool,
         step: int,
         phase: int,

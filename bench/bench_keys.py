@@ -1,0 +1,44 @@
+"""Keys of the blocks that a mask keeps, from digests in one buffer."""
+
+import pytest
+import vllm_side
+from shapes import DIGEST_BYTES, LENGTHS, SHAPES, digests
+
+from kvmask import BlockHashes
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize("name", SHAPES)
+def bench_keys(pair, name, tokens):
+    shape = SHAPES[name]
+    buffer = digests(shape, tokens)
+    masks = shape.coordinator().store_mask(tokens)
+    schemas = shape.schemas()
+    scales = [g.block_size // shape.hash_block for g in shape.groups]
+    hashes = BlockHashes(buffer, DIGEST_BYTES)
+
+    def ours():
+        return [s.keys(hashes, m, scale=k) for s, m, k in zip(schemas, masks, scales, strict=True)]
+
+    expected = shape.keys(buffer, tokens)
+    assert [key for row in ours() for key in row] == expected
+    theirs = None
+    if vllm_side.available():
+        data = vllm_side.engine().data
+        view = data.BlobBlockHashes(memoryview(buffer), DIGEST_BYTES)
+        prefixes = [data.PoolKey.build_prefix(db.metadata) for db in vllm_side.databases(shape)]
+        build = data.PoolKey.build_key_string
+        flags = shape.masks(tokens)
+
+        def theirs():
+            """As the worker's lookup names the blocks of each group."""
+            keys = []
+            for group, prefix, mask in zip(shape.groups, prefixes, flags, strict=True):
+                chunks = data.chunk_hashes_for_block_size(view, shape.hash_block, group.block_size)
+                for i in range(len(chunks)):
+                    if mask is None or mask[i]:
+                        keys.append(build(prefix, chunks[i].hex()))
+            return keys
+
+        assert theirs() == expected
+    pair(f"keys, {name}, {tokens:,} tokens", ours, theirs, keys=len(expected))

@@ -1,0 +1,81 @@
+"""A whole lookup without the store: keys, calls, hit. The store's answers are made beforehand.
+
+`exact` asks what vLLM asks. `staged` is given no hint; `hinted` is what KVTransfer does by default:
+staged, once the process knows of an earlier request with this prefix.
+"""
+
+import pytest
+import vllm_side
+from shapes import DIGEST_BYTES, LENGTHS, SHAPES, Always, digests
+
+from kvmask import BlockHashes, KVLayout, KVTransfer
+
+TARGETS = {
+    ("dsv4", "exact"): 30,
+    ("dsv4", "hinted"): 200,
+    ("gemma", "exact"): 15,
+    ("gemma", "hinted"): 80,
+    ("full16", "exact"): 30,
+    ("full16", "hinted"): 30,
+}
+# Tokens of full attention that make 4,096 keys: what the allocator still has warm.
+WARM = 65_536
+MAX_NS = {WARM: 40, 131_072: 100}
+CASES = [
+    *((name, tokens, "present") for name in SHAPES for tokens in LENGTHS),
+    ("full16", WARM, "present"),
+    *((name, 131_072, "missing") for name in SHAPES),
+]
+
+
+def layouts(shape):
+    size = 1 << 20
+    return [
+        KVLayout.from_regions([((g + 1) * size, 64, 64)], 64, storages=[((g + 1) * size, size)])
+        for g in range(len(shape.groups))
+    ]
+
+
+@pytest.mark.parametrize("how", ["exact", "staged", "hinted"])
+@pytest.mark.parametrize(("name", "tokens", "there"), CASES)
+def bench_lookup(pair, name, tokens, there, how):
+    shape = SHAPES[name]
+    buffer = digests(shape, tokens)
+    store = Always(int(there == "present"))
+    strategy = "exact" if how == "exact" else "staged"
+    kv = KVTransfer(
+        store, shape.coordinator(), shape.schemas(), layouts(shape), hints=how == "hinted" or None
+    )
+
+    def ours():
+        return kv.lookup(BlockHashes(buffer, DIGEST_BYTES), tokens, strategy=strategy)
+
+    # All but the last token, cut to what a hit can be.
+    expected = (tokens - 1) // shape.alignment * shape.alignment if there == "present" else 0
+    assert ours().length == expected
+    hit = ours()
+    assert hit.length == expected
+    theirs = None
+    if vllm_side.available():
+        reference = Always(store.answer)
+        call = vllm_side.lookup(shape, reference)
+
+        def theirs():
+            return call(tokens, buffer)
+
+        assert theirs() == expected
+        assert reference.asked == hit.exact_keys
+        if how == "exact":
+            assert hit.asked == hit.exact_keys
+    aim = {}
+    if there == "present" and how == "exact" and name == "full16" and tokens in MAX_NS:
+        aim = {"max_ns": MAX_NS[tokens]}
+    elif there == "present" and tokens == 131_072:
+        aim = {"target": TARGETS.get((name, how))}
+    pair(
+        f"lookup {how}, {name}, {tokens:,} tokens, all {there}: {hit.asked} keys",
+        ours,
+        theirs,
+        keys=hit.asked,
+        **aim,
+    )

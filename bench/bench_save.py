@@ -1,0 +1,75 @@
+"""Saving without the store: first the plan (masks, chunks, keys), then a whole save with addresses
+and the handling of the answers. Digests come as a list, as a request of the engine holds them."""
+
+import pytest
+import vllm_side
+from shapes import LENGTHS, SHAPES, Always, digests
+
+from kvmask import KVLayout, KVTransfer, SavePlan
+
+
+def layouts(shape, tokens):
+    out = []
+    for g, blocks in enumerate(shape.blocks(tokens)):
+        base = (g + 1) << 40
+        size = 64 * (blocks + 1)
+        out.append(KVLayout.from_regions([(base, 64, 64)], blocks + 1, storages=[(base, size)]))
+    return out
+
+
+def tables(shape, tokens):
+    return [list(range(1, blocks + 1)) for blocks in shape.blocks(tokens)]
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize("name", SHAPES)
+def bench_save_plan(pair, name, tokens):
+    shape = SHAPES[name]
+    coord, schemas, places = shape.coordinator(), shape.schemas(), layouts(shape, tokens)
+    hashes = vllm_side.hash_list(digests(shape, tokens))
+    ids = tables(shape, tokens)
+
+    def ours():
+        return SavePlan(coord, schemas, places, hashes, ids, tokens, num_prompt_tokens=tokens)
+
+    expected = shape.keys(digests(shape, tokens), tokens)
+    assert ours().keys == expected
+    theirs = None
+    if vllm_side.available():
+        call = vllm_side.plan_save(shape)
+
+        def theirs():
+            return call(tokens, hashes)
+
+        assert theirs() == expected
+    target = 25 if (name, tokens) == ("dsv4", 131_072) else None
+    pair(f"save plan, {name}, {tokens:,} tokens", ours, theirs, target=target, keys=len(expected))
+
+
+@pytest.mark.parametrize("present", [0, 1], ids=["all missing", "all present"])
+@pytest.mark.parametrize("name", SHAPES)
+def bench_save(pair, name, present, tokens=131_072):
+    shape = SHAPES[name]
+    hashes = vllm_side.hash_list(digests(shape, tokens))
+    ids = tables(shape, tokens)
+    keys = len(shape.keys(digests(shape, tokens), tokens))
+    kv = KVTransfer(Always(present), shape.coordinator(), shape.schemas(), layouts(shape, tokens))
+
+    def ours():
+        return kv.save(hashes, ids, tokens, num_prompt_tokens=tokens)
+
+    result = ours()
+    assert (result.stored, result.present) == ((0, keys) if present else (keys, 0))
+    assert result.saved_tokens == tokens
+    theirs = None
+    if vllm_side.available():
+        store = Always(present)
+        call = vllm_side.save(shape, store)
+
+        def theirs():
+            return call(tokens, hashes, ids)
+
+        theirs()
+        assert store.asked == keys
+    what = "present" if present else "missing"
+    pair(f"whole save, {name}, {tokens:,} tokens, all {what}", ours, theirs, keys=keys)

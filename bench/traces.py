@@ -1,0 +1,132 @@
+"""Request traces in the FAST'25 Mooncake format: JSON lines, one request each.
+
+    {"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, ...]}
+
+A hash id stands for 512 tokens and for the whole prefix that ends there; the last one may be
+partial. The traces themselves are published with the paper "Mooncake: Trading More Storage for
+Less Computation" (FAST'25); a trace of the same shape can be generated here.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+TOKENS_PER_ID = 512
+DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Request:
+    """One line of a trace."""
+
+    timestamp: int
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+
+
+def load(path: str | Path) -> Iterator[Request]:
+    """Read a trace.
+
+    Raises:
+        ValueError: A line is no request, or its hash ids do not cover its tokens.
+    """
+    with Path(path).open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                request = Request(
+                    int(row["timestamp"]),
+                    int(row["input_length"]),
+                    int(row["output_length"]),
+                    tuple(int(i) for i in row["hash_ids"]),
+                )
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"line {number} of {path} is no request: {error!r}") from error
+            if len(request.hash_ids) != -(-request.input_length // TOKENS_PER_ID):
+                raise ValueError(
+                    f"line {number} of {path} must have one hash id per {TOKENS_PER_ID} tokens, "
+                    f"got {len(request.hash_ids)} and {request.input_length} tokens"
+                )
+            yield request
+
+
+def generate(requests: int, seed: int = 1) -> Iterator[Request]:
+    """A trace of the shape of the public conversation trace: every request starts with the same
+    512 tokens, most open a conversation, the others continue one, whose prompt then holds all that
+    was said before; lengths are log-normal with a mean near 12,000 and a tail past 100,000."""
+    pick = random.Random(seed)
+    next_id = 1
+    clock = 0.0
+    open_conversations: list[Request] = []
+    for _ in range(requests):
+        clock += pick.expovariate(1 / 294)
+        kept: tuple[int, ...] = (0,)
+        length = 0
+        if open_conversations and pick.random() < 0.4:
+            before = open_conversations.pop(pick.randrange(len(open_conversations)))
+            kept = before.hash_ids[: before.input_length // TOKENS_PER_ID]
+            length = before.input_length + before.output_length
+            length += int(pick.lognormvariate(6.0, 1.2))
+        if not TOKENS_PER_ID < length <= 126_000:
+            kept = (0,)
+            length = min(126_000, 600 + int(pick.lognormvariate(8.55, 1.1)))
+        fresh = -(-length // TOKENS_PER_ID) - len(kept)
+        ids = (*kept, *range(next_id, next_id + fresh))
+        next_id += fresh
+        request = Request(int(clock), length, 1 + int(pick.lognormvariate(5.5, 0.8)), ids)
+        open_conversations.append(request)
+        if len(open_conversations) > 400:
+            open_conversations.pop(0)
+        yield request
+
+
+@functools.lru_cache(4096)
+def _digests_of(hash_id: int, per_id: int) -> bytes:
+    """Digests of the hash blocks that one id covers: they depend on the id, which stands for its
+    whole prefix, and on their place in it."""
+    return hashlib.shake_256(b"kvmask trace %d" % hash_id).digest(per_id * DIGEST_BYTES)
+
+
+def digests(request: Request, hash_block: int) -> bytes:
+    """One digest per whole hash block of a request."""
+    parts = [_digests_of(i, TOKENS_PER_ID // hash_block) for i in request.hash_ids]
+    return b"".join(parts)[: request.input_length // hash_block * DIGEST_BYTES]
+
+
+class Model:
+    """What a store holds after each request was saved, by hash ids alone: the right hits."""
+
+    def __init__(self, alignment: int) -> None:
+        self.alignment = alignment
+        self.stored: dict[int, int] = {}
+
+    def _down(self, num_tokens: int) -> int:
+        return num_tokens // self.alignment * self.alignment
+
+    def hit(self, request: Request) -> int:
+        """Tokens that a lookup must find."""
+        found = 0
+        for i in request.hash_ids:
+            here = self.stored.get(i, 0)
+            found += here
+            if here < TOKENS_PER_ID:
+                break
+        return self._down(min(found, request.input_length - 1))
+
+    def save(self, request: Request) -> None:
+        """Take the request as saved."""
+        left = self._down(request.input_length)
+        for i in request.hash_ids:
+            self.stored[i] = max(self.stored.get(i, 0), min(left, TOKENS_PER_ID))
+            left -= TOKENS_PER_ID
+            if left <= 0:
+                break

@@ -1,0 +1,162 @@
+"""The replay of request traces: a small slice of `bench/replay.py`, and the traces themselves."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from fake_store import FakeStore
+
+BENCH = Path(__file__).parent.parent / "bench"
+if not BENCH.is_dir():  # an installed copy of the tests without the benches
+    pytest.skip("needs bench/ of the repository", allow_module_level=True)
+sys.path.append(str(BENCH))
+
+import replay  # noqa: E402
+import traces  # noqa: E402
+from shapes import SHAPES  # noqa: E402
+
+REQUESTS = 40
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+
+
+def small(requests=REQUESTS, seed=5, longest=6000):
+    """A generated trace without its long tail."""
+    short = (r for r in traces.generate(10 * requests, seed) if r.input_length <= longest)
+    return [r for r, _ in zip(short, range(requests), strict=False)]
+
+
+def check(outcome, requests):
+    assert outcome.requests == len(requests)
+    assert outcome.ok, outcome
+    assert outcome.hit_tokens > 0
+    runs = outcome.runs
+    assert runs["staged"]["keys"] < runs["exact"]["keys"]
+    assert runs["hinted"]["keys"] <= runs["staged"]["keys"] * 1.1
+    assert runs["exact"]["calls_max"] == 1
+    assert max(outcome.cold_calls.values()) <= 2
+    if "vLLM" in runs:
+        assert runs["vLLM"]["keys"] == runs["exact"]["keys"]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_replay_finds_the_same_every_way(name):
+    requests = small()
+    outcome = replay.replay(SHAPES[name], requests, FakeStore(), with_vllm=False)
+    check(outcome, requests)
+    shown = replay.report(outcome)
+    assert f"{name}: {REQUESTS} requests" in shown
+    assert "exact / hinted" in shown
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM")
+@pytest.mark.parametrize("name", SHAPES)
+def test_replay_beside_vllm(name):
+    requests = small(20)
+    check(replay.replay(SHAPES[name], requests, FakeStore(), with_vllm=True), requests)
+
+
+@pytest.mark.store
+def test_replay_on_a_real_store(live_store):
+    requests = small(longest=3000)
+    check(replay.replay(SHAPES["dsv4"], requests, live_store, with_vllm=False), requests)
+
+
+def test_replay_notices_a_store_that_loses_objects():
+    class Lossy(FakeStore):
+        def batch_put_from_multi_buffers(self, keys, *rest):
+            codes = super().batch_put_from_multi_buffers(keys, *rest)
+            if len(self.pool) > 300:
+                self.evict(list(self.pool)[:150])
+            return codes
+
+    outcome = replay.replay(SHAPES["full16"], small(), Lossy(), with_vllm=False)
+    assert outcome.lost
+    assert not outcome.differing
+    assert not outcome.ok
+
+
+def test_replay_notices_lookups_that_differ():
+    """A store that forgets between the lookups of one request."""
+    store = FakeStore()
+
+    def forget(store, call, keys):
+        if call == "batch_is_exist" and store.counts[call] % 7 == 0:
+            store.evict(list(store.pool)[:50])
+
+    store.hooks.append(forget)
+    outcome = replay.replay(SHAPES["full16"], small(), store, with_vllm=False, cold=0)
+    assert outcome.differing
+    assert not outcome.ok
+
+
+def test_replay_refuses_a_store_that_is_not_empty():
+    store = FakeStore()
+    requests = small(10)
+    replay.replay(SHAPES["full16"], requests, store, with_vllm=False)
+    with pytest.raises(RuntimeError, match="must be empty"):
+        replay.replay(SHAPES["full16"], requests, store, with_vllm=False)
+
+
+def test_replay_command(tmp_path, capsys):
+    trace = tmp_path / "trace.jsonl"
+    rows = [vars(r) for r in small(12)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    figures = tmp_path / "figures.json"
+    args = ["--trace", str(trace), "--store", "memory", "--no-vllm", "--shape", "gemma"]
+    assert replay.main([*args, "--json", str(figures)]) == 0
+    assert "12 requests" in capsys.readouterr().out
+    assert json.loads(figures.read_text())["runs"]["exact"]["calls_mean"] == 1
+    assert replay.main([*args, "--requests", "3"]) == 0
+    assert "3 requests" in capsys.readouterr().out
+
+
+def test_generated_trace_has_the_shape_of_the_public_one():
+    requests = list(traces.generate(4000, seed=2))
+    assert requests == list(traces.generate(4000, seed=2))
+    assert requests != list(traces.generate(4000, seed=3))
+    lengths = sorted(r.input_length for r in requests)
+    assert 9_000 < sum(lengths) / len(lengths) < 15_000
+    assert 60_000 < lengths[len(lengths) * 99 // 100] <= 126_000
+    seen: set[int] = set()
+    reused = total = 0
+    for r in requests:
+        assert r.hash_ids[0] == 0
+        assert len(r.hash_ids) == -(-r.input_length // traces.TOKENS_PER_ID)
+        known = [i in seen for i in r.hash_ids]
+        assert known == sorted(known, reverse=True)  # an id stands for its whole prefix
+        reused += sum(known)
+        total += len(known)
+        seen.update(r.hash_ids)
+    assert 0.25 < reused / total < 0.5
+
+
+def test_digests_stand_for_the_prefix():
+    a = traces.Request(0, 1300, 1, (0, 1, 2))
+    b = traces.Request(0, 1300, 1, (0, 3, 4))
+    for hash_block in (4, 16):
+        first, second = traces.digests(a, hash_block), traces.digests(b, hash_block)
+        size = traces.DIGEST_BYTES
+        assert len(first) == 1300 // hash_block * size
+        same = traces.TOKENS_PER_ID // hash_block * size
+        assert first[:same] == second[:same]
+        pieces = [s[i : i + size] for s in (first, second[same:]) for i in range(0, len(s), size)]
+        assert len(set(pieces)) == len(pieces)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        '{"timestamp": 0, "input_length": 600, "output_length": 1}',
+        '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1]}',
+        '{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": 7}',
+    ],
+)
+def test_a_line_that_is_no_request(tmp_path, line):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(f"\n{line}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"line 2 of .*trace\.jsonl"):
+        list(traces.load(path))
