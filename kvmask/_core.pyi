@@ -8,6 +8,7 @@ GIL_MIN_BITS: Final[int]
 MAX_TOKENS: Final[int]
 MAX_SETS: Final[int]
 MAX_DIGEST_BYTES: Final[int]
+STEP_TOKENS: Final[int]
 
 @disjoint_base
 class Bitset(Sequence[bool]):
@@ -143,7 +144,7 @@ class LookupCore:
 
 @disjoint_base
 class HitHints:
-    def __new__(cls, capacity: int = 65536) -> Self: ...
+    def __new__(cls, capacity: int = 1048576) -> Self: ...
     @property
     def capacity(self) -> int: ...
     def predict(

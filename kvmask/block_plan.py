@@ -313,7 +313,7 @@ class BlockPlan:
             _, block_id, boundary = tail
             keys += build_keys(builders, [self._hashes[boundary // unit - 1]])
             block_ids = [*block_ids, block_id]
-        self.keys = self.keys + keys if self.keys else keys
+        self.keys += keys
         last = None if tail is None else tail[0]
         self._entries.append(
             Entries(group, planned, start, last, block_ids, len(builders), first_key)

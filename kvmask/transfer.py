@@ -78,7 +78,7 @@ class KVTransfer:
             the queue of Mooncake's TCP transport, None makes one call of everything.
         costs: What asking costs; it sets how much a staged lookup asks at once.
         hints: Where earlier hits ended, so that most lookups take one call; None keeps none. The
-            default table takes 512 KiB.
+            default table takes 8 MiB.
         memo: Keys not to be asked again for a short time; None (the default) asks every time.
 
     Attributes:

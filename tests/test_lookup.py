@@ -137,16 +137,17 @@ def test_a_hint_near_the_hit_makes_it_one_or_two_calls(hint_past):
 def test_hints_learn_and_forget():
     hints = HitHints(1)
     assert hints.capacity == 1
-    first, other = digests(64), BlockHashes(bytes(64 * 32), 32)
+    first, other = digests(1024), BlockHashes(bytes(1024 * 32), 32)
     big = HitHints()
-    assert big.predict(first, 4, 16, 256) == 0
-    big.learn(first, 4, 16, 160)
-    assert big.predict(first, 4, 16, 256) == 160
-    assert big.predict(first, 4, 16, 100) == 96
-    assert big.predict(other, 4, 16, 256) == 0
-    assert big.predict(first, 4, 16, 10_000) == 160  # past the digests
+    assert big.predict(first, 4, 16, 4096) == 0
+    big.learn(first, 4, 16, 2600)
+    assert big.predict(first, 4, 16, 4096) == 2560  # short alignments in steps of 256
+    assert big.predict(first, 4, 16, 1000) == 768
+    assert big.predict(first, 4, 384, 4096) == 0  # other steps end at other prefixes
+    assert big.predict(other, 4, 16, 4096) == 0
+    assert big.predict(first, 4, 16, 100_000) == 2560  # past the digests
     big.learn(first, 4, 16, 1 << 32)
-    assert big.predict(first, 4, 16, 1 << 32) == 256
+    assert big.predict(first, 4, 16, 1 << 32) == 4096
     for bad in (-1, 1.5, None, True):
         with pytest.raises((ArgumentError, TypeError), match="`num_tokens`"):
             big.predict(first, 4, 16, bad)

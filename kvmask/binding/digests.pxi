@@ -12,6 +12,7 @@ from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
 
 MAX_DIGEST_BYTES = 4096
+cdef Py_ssize_t c_max_digest_bytes = MAX_DIGEST_BYTES
 
 
 cdef class BlockHashes:
@@ -61,11 +62,12 @@ cdef class BlockHashes:
     def from_list(cls, digests):
         """A view over a list of digests, which may have unequal lengths.
 
-        A list is kept, not copied: digests appended later are not seen, and none may be removed or
-        replaced while the view is in use.
+        A list of bytes is kept, not copied: digests appended later are not seen, and none may be
+        removed or replaced while the view is in use. Its items are checked when they are used.
 
         Args:
-            digests: Sequence of bytes (other buffers are copied).
+            digests: Sequence of bytes; when the first or last item is another buffer, all are
+                copied.
 
         Raises:
             HashInputError: An item is no buffer or is empty.
@@ -76,27 +78,13 @@ cdef class BlockHashes:
         cdef BlockHashes self
         cdef list items
         cdef Py_ssize_t i
-        cdef bint plain = type(digests) is list
         if isinstance(digests, BlockHashes):
             return digests
-        items = digests if plain else list(digests)
-        for i in range(len(items)):
-            if type(items[i]) is not bytes:
-                if plain:
-                    items = list(items)
-                    plain = False
-                try:
-                    items[i] = bytes(memoryview(items[i]))
-                except TypeError:
-                    raise HashInputError(
-                        "`digests` must hold bytes-like objects, "
-                        f"got {type(items[i]).__name__} at index {i}"
-                    ) from None
-            if not 0 < PyBytes_GET_SIZE(items[i]) <= MAX_DIGEST_BYTES:
-                raise HashInputError(
-                    f"a digest must have from 1 to {MAX_DIGEST_BYTES} bytes, "
-                    f"got {len(items[i])} at index {i}"
-                )
+        items = digests if type(digests) is list else list(digests)
+        # A list of bytes is taken as it is, and every item checked when it is used: a long prompt
+        # has tens of thousands, of which a lookup uses a few hundred.
+        if items and not (is_digest(items[0]) and is_digest(items[len(items) - 1])):
+            items = [as_digest(item, i) for i, item in enumerate(items)]
         self = BlockHashes.__new__(BlockHashes)
         self.items = items
         self.n = len(items)
@@ -115,10 +103,14 @@ cdef class BlockHashes:
         item = PyList_GET_ITEM(self.items, i)
         if not PyBytes_Check(<object>item):
             raise HashInputError(
-                "the list of digests must not change while it is in use, "
+                "`digests` must hold bytes and not change while it is in use, "
                 f"got {type(<object>item).__name__} at index {i}"
             )
         size[0] = PyBytes_GET_SIZE(<object>item)
+        if not 0 < size[0] <= c_max_digest_bytes:
+            raise HashInputError(
+                f"a digest must have from 1 to {MAX_DIGEST_BYTES} bytes, got {size[0]} at index {i}"
+            )
         return <const unsigned char *>PyBytes_AS_STRING(<object>item)
 
     @property
@@ -179,6 +171,24 @@ cdef class BlockHashes:
 
 
 _Sequence.register(BlockHashes)
+
+
+cdef bint is_digest(object item) noexcept:
+    return type(item) is bytes and 0 < PyBytes_GET_SIZE(item) <= c_max_digest_bytes
+
+
+cdef bytes as_digest(object item, Py_ssize_t i):
+    try:
+        digest = bytes(memoryview(item))
+    except TypeError:
+        raise HashInputError(
+            f"`digests` must hold bytes-like objects, got {type(item).__name__} at index {i}"
+        ) from None
+    if not is_digest(digest):
+        raise HashInputError(
+            f"a digest must have from 1 to {MAX_DIGEST_BYTES} bytes, got {len(digest)} at index {i}"
+        )
+    return digest
 
 
 cdef BlockHashes as_hashes(object hashes):
