@@ -58,3 +58,7 @@ class MissingDependencyError(KVMaskError, ImportError):
 
 class KeyFormatWarning(UserWarning):
     """A key in an engine's own format that other metadata could also produce."""
+
+
+class UnsupportedReleaseError(KVMaskError, RuntimeError):
+    """The installed vLLM differs from the releases kvmask was checked against."""

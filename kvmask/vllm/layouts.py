@@ -1,0 +1,191 @@
+"""Addresses and sizes of vLLM's store layouts, from region tables in the core.
+
+A layout of a rank's own blocks has one table; a layout shared between tensor-parallel sizes has
+one per shard that the rank holds. Tables are kept on the layout and made anew when its addresses
+are. Rows of equal sizes are one list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvmask._core import Regions
+from kvmask.errors import AlignmentError, KVMaskError
+from kvmask.vllm.seams import stock
+
+Rows = list[list[int]]
+
+# vLLM does not say how many blocks the tensors of a layout have: as many as addresses reach.
+_MAX_BLOCKS = 1 << 62
+_TOP = 1 << 64
+
+
+class Tables:
+    """Region tables of one layout.
+
+    Attributes:
+        regions: One table per shard.
+        num_bytes: Bytes of a block, per shard.
+        pieces: Sizes of a block's regions, per shard.
+    """
+
+    __slots__ = ("num_bytes", "pieces", "regions")
+
+    def __init__(self, shards: Sequence[Sequence[tuple[int, int, int]]]) -> None:
+        self.regions = [Regions(list(rows), _blocks(rows)) for rows in shards]
+        self.pieces = [[size for _, size, _ in rows] for rows in shards]
+        self.num_bytes = [sum(sizes) for sizes in self.pieces]
+
+    def every(self, ids: list[int]) -> tuple[Rows, Rows, int]:
+        """Addresses, sizes and bytes of all shards of these blocks, block by block."""
+        if len(self.regions) == 1:
+            return (*self.regions[0].addresses(ids), len(ids) * self.num_bytes[0])
+        step = len(self.regions)
+        addresses: Rows = [[]] * (len(ids) * step)
+        sizes: Rows = [[]] * (len(ids) * step)
+        for shard, table in enumerate(self.regions):
+            addresses[shard::step], sizes[shard::step] = table.addresses(ids)
+        return addresses, sizes, len(ids) * sum(self.num_bytes)
+
+    def some(self, ids: list[int], shards: Sequence[int]) -> tuple[Rows, Rows, int]:
+        """The same of one shard of every block id."""
+        if len(self.regions) == 1:
+            return self.every(ids)
+        addresses: Rows = [[]] * len(ids)
+        sizes: Rows = [[]] * len(ids)
+        for shard, table in enumerate(self.regions):
+            mine = [p for p, s in enumerate(shards) if s == shard]
+            found, spans = table.addresses([ids[p] for p in mine])
+            for p, row, span in zip(mine, found, spans, strict=True):
+                addresses[p] = row
+                sizes[p] = span
+        return addresses, sizes, sum(self.num_bytes[s] for s in shards)
+
+
+def _blocks(rows: Sequence[tuple[int, int, int]]) -> int:
+    """Blocks whose addresses all fit in 64 bits."""
+    return min(
+        [_MAX_BLOCKS, *((_TOP - base - size) // stride + 1 for base, size, stride in rows)]
+    )
+
+
+def _rank_local(layout: Any) -> Tables | None:
+    bases, lengths = layout.kv_caches_base_addr, layout.block_len
+    kept = layout.__dict__.get("_kvmask_tables")
+    if kept is not None and kept[0] == bases and kept[1] == lengths:
+        return kept[2]  # type: ignore[no-any-return]
+    tables = None
+    try:
+        rows = [(b, n, n) for b, n in zip(bases, _repeat(lengths, len(bases)), strict=True)]
+        tables = Tables([rows])
+    except (KVMaskError, ZeroDivisionError, TypeError):
+        tables = None  # empty regions and the like: as stock has it
+    layout.__dict__["_kvmask_tables"] = (list(bases), list(lengths), tables)
+    return tables
+
+
+def _repeat(lengths: list[int], n: int) -> list[int]:
+    return [lengths[i % len(lengths)] for i in range(n)]
+
+
+def _sharded(layout: Any) -> Tables | None:
+    parts = (layout._shard_addr_bases, layout._shard_block_strides, layout._shard_sizes)
+    kept = layout.__dict__.get("_kvmask_tables")
+    if kept is not None and all(a is b for a, b in zip(kept[0], parts, strict=True)):
+        return kept[1]  # type: ignore[no-any-return]
+    tables = None
+    try:
+        shards = [
+            list(zip(*(column.tolist() for column in row), strict=True))
+            for row in zip(parts[0], parts[2], parts[1], strict=True)
+        ]
+        tables = Tables(shards)
+    except (KVMaskError, ZeroDivisionError, TypeError):
+        tables = None
+    layout.__dict__["_kvmask_tables"] = (parts, tables)
+    return tables
+
+
+def rank_local_values(
+    self: Any,
+    chunks: Sequence[tuple[int, int]],
+    block_ids: list[int],
+    shard_ids: Sequence[int] | None = None,
+) -> tuple[Rows, Rows, list[int]]:
+    """Addresses, sizes and block ids of token ranges of a rank's own blocks.
+
+    Raises:
+        AlignmentError: A range is no whole number of hash blocks, or names another rank's shard.
+        BlockIdError: A block id is negative.
+    """
+    if not chunks:
+        return [], [], []
+    tables = _rank_local(self)
+    if tables is None:
+        return _stock_values(self, chunks, block_ids, shard_ids)
+    if shard_ids is not None and (len(shard_ids) != len(chunks) or any(shard_ids)):
+        raise AlignmentError(
+            f"`shard_ids` must hold one 0 per chunk, got {len(shard_ids)} for {len(chunks)} chunks"
+        )
+    block, unit = self.block_size, self.hash_block_size
+    whole = True
+    for start, end in chunks:
+        if (end - start) % unit:
+            raise AlignmentError(
+                "`chunks` must be multiples of the hash block, "
+                f"got {end - start} tokens and {unit}"
+            )
+        whole = whole and 0 < end - start <= block
+    ids = [int(block_ids[start // block]) for start, _ in chunks]
+    addresses, sizes, _ = tables.every(ids)
+    if not whole:
+        counts = [-(-(end - start) // block) for start, end in chunks]
+        wide = {n: [n * size for size in tables.pieces[0]] for n in set(counts)}
+        sizes = [wide[n] for n in counts]
+    return addresses, sizes, ids
+
+
+def _stock_values(self: Any, chunks: Any, block_ids: Any, shard_ids: Any) -> Any:
+    more = () if shard_ids is None else (shard_ids,)
+    return stock("layout.prepare_values")(self, chunks, block_ids, *more)
+
+
+def sharded_values(
+    self: Any,
+    chunks: Sequence[tuple[int, int]],
+    block_ids: list[int],
+    shard_ids: Sequence[int],
+) -> tuple[Rows, Rows, list[int]]:
+    """Addresses, sizes and block ids of whole blocks of the shards that a rank holds.
+
+    Raises:
+        ValueError: A chunk is no whole block, or a shard is not this rank's.
+        BlockIdError: A block id is negative.
+    """
+    if not chunks:
+        return [], [], []
+    tables = _sharded(self)
+    first, held, block = self.store_shard_ids[0], self.shards_per_rank, self.block_size
+    shards = [s - first for s in shard_ids]
+    if (
+        tables is None
+        or len(chunks) != len(shards)
+        or any(end - start != block for start, end in chunks)
+        or any(not 0 <= s < held for s in shards)
+    ):
+        # Stock names what is wrong with the arguments.
+        return stock("sharded_layout.prepare_values")(self, chunks, block_ids, shard_ids)  # type: ignore[no-any-return]
+    ids = [int(block_ids[start // block]) for start, _ in chunks]
+    addresses, sizes, _ = tables.some(ids, shards)
+    return addresses, sizes, ids
+
+
+def tables_of(layout: Any) -> Tables | None:
+    """The tables behind a layout's `prepare_values`, or None when something else is behind it."""
+    if "prepare_values" in layout.__dict__:
+        return None
+    method = getattr(type(layout), "prepare_values", None)
+    if method is rank_local_values:
+        return _rank_local(layout)
+    return _sharded(layout) if method is sharded_values else None

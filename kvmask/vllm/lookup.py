@@ -1,0 +1,110 @@
+"""The worker's prefix lookup: keys, answers and hit in the core.
+
+`exact` asks the store once, for the keys stock asks and in its order. `staged` asks for the keys
+that decide, in a few calls. Both count every call under stock's operation name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kvmask._core import KeyBuilder, LookupCore
+from kvmask.errors import ArgumentError, KVMaskError
+from kvmask.plan import STRATEGIES
+from kvmask.vllm.releases import current, is_stock_coordinator, logger
+from kvmask.vllm.rules import Rules, digests_of, rules_of
+from kvmask.vllm.seams import stock
+
+_default = {"lookup": "staged"}
+
+
+def check_strategy(lookup: Any) -> str:
+    """Refuse what is no lookup strategy."""
+    if lookup not in STRATEGIES:
+        raise ArgumentError(f"`lookup` must be one of {STRATEGIES}, got {lookup!r}")
+    return str(lookup)
+
+
+def set_default(lookup: str) -> None:
+    """The strategy of workers that were not given one."""
+    _default["lookup"] = check_strategy(lookup)
+
+
+def _names(worker: Any) -> tuple[Rules, list[tuple[KeyBuilder, ...]]] | None:
+    """Rules and key builders of a worker, or None when its groups are not the core's to answer."""
+    coord = worker.coord
+    if not is_stock_coordinator(coord):
+        return None
+    rules = rules_of(coord)
+    if rules is None:
+        return None
+    prefixes = worker._lookup_key_prefixes
+    kept = worker.__dict__.get("_kvmask_names")
+    if kept is not None and kept[0] is rules and kept[1] is prefixes:
+        return kept[2]  # type: ignore[no-any-return]
+    names = None
+    groups = list(zip(worker._kv_cache_groups, worker.token_dbs, strict=True))
+    agree = len(groups) == len(rules.cacheable) == len(prefixes) and (
+        worker.hash_block_size == rules.hash_block
+    )
+    for i, (group, db) in enumerate(groups):
+        if not agree:
+            break
+        takes_part = current().prefix_cacheable(group.kv_cache_spec)
+        agree = takes_part == rules.cacheable[i] and (
+            not takes_part or (db.block_size == rules.block_sizes[i] and len(prefixes[i]) > 0)
+        )
+    if agree:
+        names = (rules, [tuple(KeyBuilder(p + "@") for p in row) for row in prefixes])
+    worker.__dict__["_kvmask_names"] = (rules, prefixes, names)
+    return names
+
+
+def lookup(self: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
+    """How long a prefix of the request the store can give, and what names its tail blocks.
+
+    A hit never covers the whole request: the last token is computed for its logits. A store that
+    raises, or does not answer every key, gives no hit.
+    """
+    release = current()
+    if self._capacity_only or num_tokens <= 0 or not block_hashes:
+        return release.lookup_result(0, ())
+    names = _names(self)
+    if names is None or (names[0].eagle and not release.eagle_peeks):
+        return stock("worker.lookup")(self, num_tokens, block_hashes)
+    rules, builders = names
+    strategy = self.__dict__.get("_kvmask_lookup") or _default["lookup"]
+    search = LookupCore(
+        rules.core, builders, digests_of(block_hashes), num_tokens, 0, strategy == "staged"
+    )
+    while keys := search.next_keys():
+        start = time.perf_counter()
+        try:
+            answers = self.store.batch_is_exist(keys)
+        except Exception as e:
+            self._record_kv_connector_operation(
+                "lookup_exists",
+                time.perf_counter() - start,
+                len(keys),
+                status="error",
+                num_failed_keys=len(keys),
+            )
+            logger.error("Lookup of %d keys in the Mooncake store failed: %s", len(keys), e)
+            return release.lookup_result(0, ())
+        self._record_kv_connector_operation(
+            "lookup_exists", time.perf_counter() - start, len(keys)
+        )
+        try:
+            search.feed(answers)
+        except KVMaskError as e:
+            logger.error("The Mooncake store's answer to a lookup is unusable: %s", e)
+            return release.lookup_result(0, ())
+    found = search.result()
+    if found is None or found[0] <= 0:
+        return release.lookup_result(0, ())
+    hit, _, tails = found
+    return release.lookup_result(
+        hit, [(g, t or hit) for g, t in enumerate(tails) if rules.cacheable[g]]
+    )
