@@ -36,7 +36,7 @@ def store_mask(
     """
     rules = _mask_rules(self)
     prompt = num_prompt_tokens
-    if rules is None or (prompt is not None and not current().boundaries(rules, prompt)):
+    if rules is None or (prompt is not None and not current().boundaries(rules.eagle, prompt)):
         return stock("coordinator.store_mask")(  # type: ignore[no-any-return]
             self, aligned_token_len, start_token, num_prompt_tokens
         )
@@ -84,7 +84,7 @@ def find_longest_cache_hit(
     # Where EAGLE may look past the limit, one more block of every group is enough.
     present = [
         present_bits(
-            digests, exists, group, scale, current().reach(max_length, length, size) // length
+            digests, exists, group, scale, current().reach(max_length, size) // length
         )
         if cacheable
         else Bitset.zeros(0)
@@ -102,6 +102,7 @@ class MooncakeStoreCoordinator(StockCoordinator):  # type: ignore[misc]
     Same arguments and results as vLLM's; masks are Bitsets (sequences of bool) or None.
     """
 
+    _kvmask = True
     store_mask = store_mask
     lookup_mask = lookup_mask
     load_mask = load_mask

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvmask._core import Regions
 from kvmask.errors import AlignmentError, KVMaskError
+from kvmask.vllm.releases import RankLocalLayout, ShardedLayout, StockDatabase
 from kvmask.vllm.seams import stock
 
 Rows = list[list[int]]
@@ -189,3 +190,31 @@ def tables_of(layout: Any) -> Tables | None:
     if method is rank_local_values:
         return _rank_local(layout)
     return _sharded(layout) if method is sharded_values else None
+
+
+def database_values(
+    self: Any, chunks: Sequence[tuple[int, int]], block_ids: list[int]
+) -> tuple[Rows, Rows, list[int]]:
+    """Addresses, sizes and block ids of token ranges (0.28, where the database places blocks)."""
+    return rank_local_values(self, chunks, block_ids)
+
+
+class _RankLocal(RankLocalLayout):  # type: ignore[misc]
+    prepare_values = rank_local_values
+
+
+# kvmask's class for each of vLLM's layouts.
+LAYOUTS: dict[type, type] = {RankLocalLayout: _RankLocal} | {
+    cls: type(cls.__name__, (cls,), {"prepare_values": sharded_values})
+    for cls in ShardedLayout.__subclasses__()
+}
+
+
+class ChunkedTokenDatabase(StockDatabase):  # type: ignore[misc]
+    """vLLM's token database, its rank-local layout with descriptors from the core."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        layout = getattr(self, "store_layout", None)
+        if layout is not None:
+            layout.__class__ = LAYOUTS.get(type(layout), type(layout))

@@ -1,0 +1,25 @@
+"""kvmask inside vLLM's MooncakeStoreConnector. The only package of kvmask that imports vLLM."""
+
+from kvmask.vllm.coordinator import MooncakeStoreCoordinator
+from kvmask.vllm.install import KVMaskStoreConnector, install, uninstall
+from kvmask.vllm.layouts import ChunkedTokenDatabase
+from kvmask.vllm.releases import (
+    BlobBlockHashes,
+    ExternalCachedBlockPool,
+    KeyMetadata,
+    PoolKey,
+    chunk_hashes_for_block_size,
+)
+
+__all__ = [
+    "BlobBlockHashes",
+    "ChunkedTokenDatabase",
+    "ExternalCachedBlockPool",
+    "KVMaskStoreConnector",
+    "KeyMetadata",
+    "MooncakeStoreCoordinator",
+    "PoolKey",
+    "chunk_hashes_for_block_size",
+    "install",
+    "uninstall",
+]
