@@ -11,7 +11,7 @@ from typing import Any
 
 from kvmask._core import Bitset, present_bits
 from kvmask.vllm.releases import ExternalCachedBlockPool, StockCoordinator, current
-from kvmask.vllm.rules import Rules, digests_of, rules_of
+from kvmask.vllm.rules import Rules, digests_of, is_plain, rules_of
 from kvmask.vllm.seams import stock
 
 Masks = tuple[Bitset | None, ...]
@@ -75,7 +75,8 @@ def find_longest_cache_hit(
 ) -> tuple[tuple[Bitset, ...], int]:
     """Load masks per group and the length of the longest hit of at most ``max_length``."""
     rules = rules_of(self)
-    if rules is None or max_length < 0 or type(cached_block_pool) is not ExternalCachedBlockPool:
+    known = type(cached_block_pool) is ExternalCachedBlockPool and is_plain(block_hashes)
+    if rules is None or max_length < 0 or not known:
         return stock("coordinator.find_longest_cache_hit")(  # type: ignore[no-any-return]
             self, block_hashes, max_length, cached_block_pool, apply_eagle=apply_eagle
         )

@@ -148,8 +148,9 @@ def rank_local_values(
 
 
 def _stock_values(self: Any, chunks: Any, block_ids: Any, shard_ids: Any) -> Any:
-    more = () if shard_ids is None else (shard_ids,)
-    return stock("layout.prepare_values")(self, chunks, block_ids, *more)
+    if shard_ids is None:
+        return stock("database.prepare_values")(self, chunks, block_ids)
+    return stock("layout.prepare_values")(self, chunks, block_ids, shard_ids)
 
 
 def sharded_values(

@@ -14,7 +14,7 @@ from kvmask._core import KeyBuilder, LookupCore
 from kvmask.errors import ArgumentError, KVMaskError
 from kvmask.plan import STRATEGIES
 from kvmask.vllm.releases import current, is_stock_coordinator, logger
-from kvmask.vllm.rules import Rules, digests_of, rules_of
+from kvmask.vllm.rules import Rules, digests_of, is_plain, rules_of
 from kvmask.vllm.seams import stock
 
 _default = {"lookup": "staged"}
@@ -71,7 +71,7 @@ def lookup(self: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
     release = current()
     if self._capacity_only or num_tokens <= 0 or not block_hashes:
         return release.lookup_result(0, ())
-    names = _names(self)
+    names = _names(self) if is_plain(block_hashes) else None
     if names is None or (names[0].eagle and not release.eagle_peeks):
         return stock("worker.lookup")(self, num_tokens, block_hashes)
     rules, builders = names

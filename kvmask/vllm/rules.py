@@ -8,8 +8,7 @@ any other leaves its coordinator to stock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.v1.core import single_type_kv_cache_manager as managers
 from vllm.v1.kv_cache_interface import (
@@ -21,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvmask._core import MAX_SETS, MAX_TOKENS, BlockHashes, CoordinatorCore
-from kvmask.errors import ArgumentError, HashInputError
+from kvmask.errors import ArgumentError
 from kvmask.vllm.releases import BlobBlockHashes, current
 
 # Kind, spec class, the manager whose functions make the kind, and which functions.
@@ -169,11 +168,9 @@ def rules_of(coord: Any) -> Rules | None:
     return rules
 
 
-class LookupNames(NamedTuple):
-    """What a lookup needs of a worker: per group its namespaces' key builders."""
-
-    rules: Rules
-    builders: list[tuple[Any, ...]]
+def is_plain(block_hashes: Any) -> bool:
+    """Whether block hashes come in a form that is read in place, without touching each of them."""
+    return isinstance(block_hashes, (list, BlockHashes)) or type(block_hashes) is BlobBlockHashes
 
 
 def digests_of(block_hashes: Any) -> BlockHashes:
@@ -183,8 +180,4 @@ def digests_of(block_hashes: Any) -> BlockHashes:
     if type(block_hashes) is BlobBlockHashes:
         size = block_hashes._hash_len
         return BlockHashes(block_hashes._blob[: len(block_hashes) * size], size)
-    if isinstance(block_hashes, Sequence):
-        return BlockHashes.from_list(block_hashes)
-    raise HashInputError(
-        f"`block_hashes` must be a sequence of bytes, got {type(block_hashes).__name__}"
-    )
+    return BlockHashes.from_list(block_hashes if type(block_hashes) is list else [*block_hashes])

@@ -262,9 +262,12 @@ def handle_request(self: Any, req_meta: Any) -> None:
 
 
 def _token_len(thread: Any, meta: Any) -> int | None:
-    """Tokens of a save, in whole blocks of every group; None when a group's block is cut."""
-    lcm = thread.coord.lcm_block_size
-    token_len: int = meta.token_len_chunk // lcm * lcm
+    """Tokens of a save, in whole blocks of every group; None when stock must see to the job."""
+    try:
+        lcm = thread.coord.lcm_block_size
+        token_len: int = meta.token_len_chunk // lcm * lcm
+    except (AttributeError, TypeError):
+        return None  # stock's job fails on it and reports itself
     for db, takes_part in zip(thread.token_databases, thread.group_participates, strict=True):
         if takes_part and token_len % db.block_size:
             return None
