@@ -98,6 +98,9 @@ class _Worker(StockWorker):  # type: ignore[misc]
             _become(thread, StockReceiving, _Receiving)
 
 
+SENDING, RECEIVING, WORKER = _Sending, _Receiving, _Worker
+
+
 def _become(thing: Any, stock: type, own: type) -> None:
     """Give an object that is exactly stock kvmask's methods."""
     if type(thing) is stock:
