@@ -43,9 +43,11 @@ def plan_blocks(mask, n_blocks, start, block_ids, step=1, phase=0, null_block=No
         if bits.n < n:
             n = bits.n
     planned = new_bitset(n)
-    for i in range(n):
-        if bits is not None and not km_get(bits.words, i):
-            continue
+    i = -1
+    while True:
+        i = i + 1 if bits is None else km_next(bits.words, i + 1, n, True)
+        if i >= n:
+            break
         block = begin + i
         if turns > 1 and block % turns != turn:
             continue

@@ -37,6 +37,18 @@ def present_bits(hashes, exists, group, scale, n):
     return bits
 
 
+def listed_hashes(list digests not None):
+    """BlockHashes over a list of bytes whose items are looked at only when they are used.
+
+    Unlike BlockHashes.from_list nothing is checked up front: at a hash block of four tokens a
+    request has 64 times as many digests as full-attention blocks, and most are never read.
+    """
+    cdef BlockHashes self = BlockHashes.__new__(BlockHashes)
+    self.items = digests
+    self.n = PyList_GET_SIZE(digests)
+    return self
+
+
 def missing_positions(answers, n):
     """Positions below n whose answer is not 1, or None when that is all of them.
 
@@ -44,12 +56,133 @@ def missing_positions(answers, n):
     """
     cdef list given = answers if type(answers) is list else list(answers)
     cdef Py_ssize_t total = as_int64(n, "n", 0, c_max_bits)
-    cdef Py_ssize_t known = min(total, PyList_GET_SIZE(given)), i
-    cdef list missing = []
-    cdef PyObject *answer
-    for i in range(known):
-        answer = PyList_GET_ITEM(given, i)
-        if answer is not <PyObject *>_ONE and <object>answer != 1:
+    cdef Py_ssize_t known = min(total, PyList_GET_SIZE(given)), first = 0, i
+    cdef list missing
+    while first < known and not is_one(given, first):
+        first += 1
+    if first == known:
+        return None
+    missing = list(range(first))
+    for i in range(first + 1, known):
+        if not is_one(given, i):
             missing.append(i)
     missing.extend(range(known, total))
-    return None if len(missing) == total else missing
+    return missing
+
+
+cdef inline bint is_one(list given, Py_ssize_t i) except -1:
+    cdef PyObject *answer = PyList_GET_ITEM(given, i)
+    return answer is <PyObject *>_ONE or <object>answer == 1
+
+
+def failed_positions(results, n):
+    """Positions below n whose result is negative or lacking."""
+    cdef list given = results if type(results) is list else list(results)
+    cdef Py_ssize_t total = as_int64(n, "n", 0, c_max_bits)
+    cdef Py_ssize_t known = min(total, PyList_GET_SIZE(given)), i
+    cdef PyObject *result
+    cdef list failed = []
+    for i in range(known):
+        result = PyList_GET_ITEM(given, i)
+        if result is not <PyObject *>_ZERO and <object>result < 0:
+            failed.append(i)
+    failed.extend(range(known, total))
+    return failed
+
+
+def short_positions(results, list sizes not None):
+    """Positions whose result is less than the sum of their row of sizes.
+
+    Rows of one group are one list, so a sum is made only where the row changes.
+    """
+    cdef list given = results if type(results) is list else list(results)
+    cdef Py_ssize_t n = PyList_GET_SIZE(sizes), i
+    cdef PyObject *row
+    cdef PyObject *last = NULL
+    cdef int64_t planned = 0, got
+    cdef list short = []
+    if PyList_GET_SIZE(given) != n:
+        raise StoreError(
+            f"the store must answer every key, got {len(given)} results to {n} keys"
+        )
+    for i in range(n):
+        row = PyList_GET_ITEM(sizes, i)
+        if row is not last:
+            planned = sum(<object>row)
+            last = row
+        got = <object>PyList_GET_ITEM(given, i)
+        if got < planned:
+            short.append(i)
+    return short
+
+
+def total_bytes(list sizes not None):
+    """Sum of all rows of sizes; see short_positions."""
+    cdef PyObject *row
+    cdef PyObject *last = NULL
+    cdef int64_t planned = 0, total = 0
+    cdef Py_ssize_t i
+    for i in range(PyList_GET_SIZE(sizes)):
+        row = PyList_GET_ITEM(sizes, i)
+        if row is not last:
+            planned = sum(<object>row)
+            last = row
+        total += planned
+    return total
+
+
+cdef object _ZERO = 0
+
+
+cdef class BlockRows:
+    """Address rows of a region table, kept per block: the pool's blocks come again and again.
+
+    Args:
+        regions: Regions.
+        most: Addresses to keep, about 40 bytes each; rows past that are made every time.
+    """
+
+    cdef object regions
+    cdef list kept
+    cdef Py_ssize_t room
+    cdef Py_ssize_t width
+    cdef list size_row
+
+    def __cinit__(self, regions, Py_ssize_t most):
+        self.regions = regions
+        self.width = max(1, regions.num_regions)
+        self.room = most // self.width
+        self.kept = []
+        self.size_row = regions.addresses([0])[1][0]
+
+    def addresses(self, list ids not None):
+        """(Rows of addresses, rows of sizes), one per block id; nobody may change them.
+
+        Raises:
+            BlockIdError: An id is negative, or lies past the addresses of the table.
+        """
+        cdef Py_ssize_t n = PyList_GET_SIZE(ids), i
+        cdef list rows = PyList_New(n)
+        cdef object row
+        cdef long long block
+        for i in range(n):
+            row = None
+            block = PyLong_AsLongLong(<object>PyList_GET_ITEM(ids, i))
+            if 0 <= block < PyList_GET_SIZE(self.kept):
+                row = <object>PyList_GET_ITEM(self.kept, block)
+            if row is None:
+                row = self.make(ids[i], block)
+            Py_INCREF(row)
+            PyList_SET_ITEM(rows, i, row)
+        return rows, [self.size_row] * n
+
+    cdef object make(self, object item, long long block):
+        cdef object row = self.regions.addresses([item])[0][0]
+        cdef Py_ssize_t held = PyList_GET_SIZE(self.kept)
+        # An id far past the others would make the list itself large.
+        if self.room > 0 and block < held + (1 << 20):
+            if block >= held:
+                self.kept.extend([None] * (max(block + 1, 2 * held) - held))
+            self.kept[block] = row
+            self.room -= 1
+        return row

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvmask._core import Regions
+from kvmask._core import BlockRows, Regions
 from kvmask.errors import AlignmentError, KVMaskError
 from kvmask.vllm.releases import RankLocalLayout, ShardedLayout, StockDatabase
 from kvmask.vllm.seams import stock
@@ -20,6 +20,9 @@ Rows = list[list[int]]
 # vLLM does not say how many blocks the tensors of a layout have: as many as addresses reach.
 _MAX_BLOCKS = 1 << 62
 _TOP = 1 << 64
+
+# Addresses that a table keeps for the next time its blocks are used: about 40 MiB when full.
+KEPT = 1 << 20
 
 
 class Tables:
@@ -34,7 +37,7 @@ class Tables:
     __slots__ = ("num_bytes", "pieces", "regions")
 
     def __init__(self, shards: Sequence[Sequence[tuple[int, int, int]]]) -> None:
-        self.regions = [Regions(list(rows), _blocks(rows)) for rows in shards]
+        self.regions = [BlockRows(Regions(list(rows), _blocks(rows)), KEPT) for rows in shards]
         self.pieces = [[size for _, size, _ in rows] for rows in shards]
         self.num_bytes = [sum(sizes) for sizes in self.pieces]
 

@@ -19,8 +19,15 @@ from typing import Any
 
 import vllm.envs as envs
 
-from kvmask._core import Bitset, BlockHashes, build_keys, plan_blocks
-from kvmask.errors import BlockIdError, StoreError
+from kvmask._core import (
+    Bitset,
+    BlockHashes,
+    build_keys,
+    plan_blocks,
+    short_positions,
+    total_bytes,
+)
+from kvmask.errors import BlockIdError
 from kvmask.vllm import releases
 from kvmask.vllm.blocks import KeyNames, Part, check_digests, keys_of, thread_names
 from kvmask.vllm.layouts import Rows
@@ -164,8 +171,7 @@ class _Load:
         keys = self.keys if whole else self.keys[begin:end]
         addresses = self.addresses if whole else self.addresses[begin:end]
         sizes = self.sizes if whole else self.sizes[begin:end]
-        planned = row_sums(sizes)
-        num_bytes, n = sum(planned), len(keys)
+        num_bytes, n = total_bytes(sizes), len(keys)
         record = thread._record_operation
         start = time.perf_counter()
         try:
@@ -176,11 +182,7 @@ class _Load:
             results = thread.store.batch_get_into_multi_buffers(keys, addresses, sizes)
             if tiers is not None:
                 releases.log_tiers(req_id, keys, results, tiers)
-            if len(results) != n:
-                raise StoreError(
-                    f"the store must answer every key, got {len(results)} results to {n} keys"
-                )
-            failed = [i for i, size in enumerate(results) if size < planned[i]]
+            failed = short_positions(results, sizes)
         except Exception as e:
             record("load_get", start, n, num_bytes=num_bytes, status="error", num_failed_keys=n)
             logger.warning("Mooncake get of %d keys (first %s) failed: %s", n, keys[:3], e)
@@ -204,18 +206,6 @@ class _Load:
             )
         for i in failed:
             (refused if results[i] < 0 else lacking).append(begin + i)
-
-
-def row_sums(rows: Rows) -> list[int]:
-    """Sum of every row. Rows of one group are one list, so few are ever made."""
-    sums: dict[int, int] = {}
-    out = []
-    for row in rows:
-        total = sums.get(id(row))
-        if total is None:
-            total = sums[id(row)] = sum(row)
-        out.append(total)
-    return out
 
 
 def _every_block(thread: Any, meta: Any) -> list[int]:

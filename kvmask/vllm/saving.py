@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from kvmask._core import BlockHashes, build_keys, missing_positions, plan_blocks
+from kvmask._core import failed_positions, missing_positions, plan_blocks
 from kvmask.vllm.blocks import KeyNames, Part, check_digests, keys_of, thread_names
 from kvmask.vllm.layouts import Rows
 from kvmask.vllm.releases import NO_HANDLE, NULL_BLOCK, BlockStored, event_hash, logger
@@ -167,10 +167,9 @@ class _Save:
                 e,
             )
             return None
-        results = list(results)
         # Keys without a result are not known to be stored.
-        failed = [i for i, code in enumerate(results) if code < 0]
-        failed += range(len(results), n)
+        results = list(results)
+        failed = failed_positions(results, n)
         record(
             "save_put",
             start,
