@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-from kvmask.errors import UnsupportedReleaseError
 from kvmask.vllm import coordinator, layouts, loading, saving, seams
 from kvmask.vllm import lookup as lookups
 from kvmask.vllm.releases import (
@@ -15,13 +13,14 @@ from kvmask.vllm.releases import (
     StockSending,
     StockWorker,
     current,
-    logger,
 )
 
 
 def replacements(release: Release) -> dict[str, Any]:
     """The functions that take the place of a release's, by seam."""
-    table: dict[str, Any] = {"worker.lookup": lookups.lookup}
+    table: dict[str, Any] = {
+        "worker.lookup": lookups.lookup if release.rules else lookups.lookup_by_length
+    }
     if release.rules:
         table |= {
             "coordinator.store_mask": coordinator.store_mask,
@@ -65,20 +64,6 @@ def uninstall() -> None:
     seams.restore()
 
 
-def plugin() -> None:
-    """Entry point of vLLM's plugins: installs when ``KVMASK_VLLM=1``.
-
-    ``KVMASK_LOOKUP`` chooses the strategy. A vLLM that kvmask does not know keeps its own functions
-    and is told so in the log.
-    """
-    if os.environ.get("KVMASK_VLLM") != "1":
-        return
-    try:
-        install(os.environ.get("KVMASK_LOOKUP", "staged"))
-    except UnsupportedReleaseError as e:
-        logger.error("kvmask is not in place, vLLM goes on without it: %s", e)
-
-
 class _Sending(StockSending):  # type: ignore[misc]
     _handle_request = saving.handle_request
 
@@ -109,9 +94,9 @@ def _become(thing: Any, stock: type, own: type) -> None:
 
 def adopt_worker(worker: Any, lookup: str) -> None:
     """Give a stock worker, its coordinator and its layouts kvmask's methods."""
-    release = current()
     if worker is None:
         return
+    release = current()
     worker._kvmask_lookup = lookup
     if release.rules and getattr(worker, "coord", None) is not None:
         adopt_coordinator(worker.coord)
@@ -121,7 +106,7 @@ def adopt_worker(worker: Any, lookup: str) -> None:
             layout.__class__ = layouts.LAYOUTS.get(type(layout), type(layout))
         _become(worker, StockWorker, _Worker)
     else:
-        worker.lookup = lookups.lookup.__get__(worker)
+        worker.lookup = replacements(release)["worker.lookup"].__get__(worker)
 
 
 def adopt_coordinator(coord: Any) -> None:

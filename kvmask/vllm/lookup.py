@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from kvmask._core import KeyBuilder, LookupCore
+from kvmask._core import Bitset, KeyBuilder, LookupCore, build_keys
 from kvmask.errors import ArgumentError, KVMaskError
 from kvmask.plan import STRATEGIES
-from kvmask.vllm.releases import current, is_stock_coordinator, logger
+from kvmask.vllm.releases import (
+    ExternalCachedBlockPool,
+    PoolKey,
+    current,
+    is_stock_coordinator,
+    logger,
+)
 from kvmask.vllm.rules import Rules, digests_of, is_plain, rules_of
 from kvmask.vllm.seams import stock
 
@@ -108,3 +115,57 @@ def lookup(self: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
     return release.lookup_result(
         hit, [(g, t or hit) for g, t in enumerate(tails) if rules.cacheable[g]]
     )
+
+
+def lookup_by_length(self: Any, token_len: int, block_hashes: Sequence[bytes]) -> int:
+    """The lookup of 0.24, which aligns nothing itself: keys from the core, the rest stock's."""
+    if not is_plain(block_hashes) or not block_hashes or token_len <= 0:
+        return int(stock("worker.lookup")(self, token_len, block_hashes))
+    hashes = digests_of(block_hashes)
+    masks = self.coord.lookup_mask(token_len)
+    ranks = [
+        {"tp_rank": tp, "pp_rank": pp}
+        for tp in range(min(self.tp_size, self.num_kv_head))
+        for pp in range(self.pp_size)
+    ]
+    unit = self.coord.hash_block_size
+    keys: list[str] = []
+    blocks: list[tuple[int, bytes]] = []
+    for g, db in enumerate(self.token_dbs):
+        scale = db.block_size // unit
+        n = min(len(hashes) // scale, -(-token_len // db.block_size))
+        mask = masks[g]
+        bits = Bitset.ones(n) if mask is None else Bitset.from_bools(mask)[:n]
+        names = [PoolKey(replace(db.metadata, **r), "").to_string() for r in ranks]
+        keys += build_keys(tuple(map(KeyBuilder, names)), hashes, bits, 0, scale)
+        blocks += [(g, bytes(hashes[(i + 1) * scale - 1])) for i in bits.indices()]
+    if not keys:
+        return 0
+    start = time.perf_counter()
+    try:
+        answers = self.store.batch_is_exist(keys)
+        spent = time.perf_counter() - start
+        self._record_kv_connector_operation("lookup_exists", spent, len(keys))
+    except Exception as e:
+        self._record_kv_connector_operation(
+            "lookup_exists",
+            time.perf_counter() - start,
+            len(keys),
+            status="error",
+            num_failed_keys=len(keys),
+        )
+        logger.error("Lookup of %d keys in the Mooncake store failed: %s", len(keys), e)
+        return 0
+    if len(answers) != len(keys):
+        logger.error("The Mooncake store answered %d of %d keys", len(answers), len(keys))
+        return 0
+    width = len(ranks)
+    exists = {
+        block
+        for i, block in enumerate(blocks)
+        if all(a == 1 for a in answers[i * width : (i + 1) * width])
+    }
+    _, hit = self.coord.find_longest_cache_hit(
+        block_hashes, token_len, ExternalCachedBlockPool(exists)
+    )
+    return int(hit)

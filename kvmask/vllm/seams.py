@@ -174,10 +174,22 @@ def place(replacements: Mapping[str, Any]) -> None:
             now = vars(where[0])[where[1]]
             if now is not _stock[name] and now is not _placed.get(name):
                 raise UnsupportedReleaseError(f"{PATHS[name]} was replaced by somebody else")
-        for name, function in replacements.items():
-            holder, attribute = _owner(name)  # type: ignore[misc]
-            setattr(holder, attribute, function)
-            _placed[name] = function
+        done: list[str] = []
+        try:
+            for name, function in replacements.items():
+                _put(name, function)
+                done.append(name)
+        except BaseException:
+            for name in done:
+                _put(name, _placed.get(name, _stock[name]))
+            raise
+        _placed.update(replacements)
+
+
+def _put(name: str, function: Any) -> None:
+    where = _owner(name)
+    if where is not None:
+        setattr(where[0], where[1], function)
 
 
 def restore() -> None:
@@ -186,7 +198,7 @@ def restore() -> None:
         for name, function in list(_placed.items()):
             where = _owner(name)
             if where is not None and vars(where[0])[where[1]] is function:
-                setattr(where[0], where[1], _stock[name])
+                _put(name, _stock[name])
             del _placed[name]
 
 
