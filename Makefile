@@ -15,6 +15,9 @@ C_TESTS := $(patsubst tests/c/%.c,build/c/%,$(wildcard tests/c/test_*.c))
 C_FLAGS := -std=c11 -g -O1 -Wall -Wextra -Werror -Ikvmask/csrc \
 	-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 ASAN := build/asan
+# What `make test-vllm` runs of vLLM itself: its connector's tests, and whole engines.
+VLLM_SUITES ?= 0.32.0 0.33.0 0.28.0 0.24.0
+VLLM_MODELS ?= llama gemma
 
 .PHONY: help
 help: ## show the targets
@@ -54,6 +57,8 @@ test-asan: setup-dev ## the Python tests on a sanitized extension, built beside 
 .PHONY: test-vllm
 test-vllm: setup-vllm ## the tests that compare with the real vLLM, in an environment of their own
 	.venv-vllm/bin/python -m pytest -m vllm $(ARGS)
+	for version in $(VLLM_SUITES); do .venv-vllm/bin/python scripts/vllm_suite.py $$version; done
+	for model in $(VLLM_MODELS); do .venv-vllm/bin/python scripts/vllm_engine.py $$model; done
 
 .PHONY: bench
 bench: setup-dev ## time kvmask, beside vLLM where it is installed

@@ -102,7 +102,10 @@ def make_coordinator(shape: str, side: str) -> Any:
     made = []
     for i, (block, window) in enumerate(groups):
         kind: dict[str, Any] = {
-            "block_size": block, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float16
+            "block_size": block,
+            "num_kv_heads": 1,
+            "head_size": 64,
+            "dtype": torch.float16,
         }
         spec = (
             specs.SlidingWindowSpec(sliding_window=window, **kind)
@@ -113,9 +116,7 @@ def make_coordinator(shape: str, side: str) -> Any:
     cls = coordinator.MooncakeStoreCoordinator
     if side != "stock":
         cls = kvmask.vllm.MooncakeStoreCoordinator
-    return cls(
-        made, scheduler_block_size=max(b for b, _ in groups), hash_block_size=unit
-    )
+    return cls(made, scheduler_block_size=max(b for b, _ in groups), hash_block_size=unit)
 
 
 def make_databases(shape: str, regions: int) -> list[Any]:
@@ -178,8 +179,10 @@ def _thread(cls: str, shape: str, side: str, regions: int, store: Any, **options
         **options,
     )
     if side != "stock":
-        own = {"KVCacheStoreSendingThread": connector.SENDING,
-               "KVCacheStoreRecvingThread": connector.RECEIVING}
+        own = {
+            "KVCacheStoreSendingThread": connector.SENDING,
+            "KVCacheStoreRecvingThread": connector.RECEIVING,
+        }
         thread.__class__ = own[cls]
         for db in dbs:
             db.store_layout.__class__ = layouts.LAYOUTS[type(db.store_layout)]
@@ -190,12 +193,19 @@ def save(shape: str, tokens: int, side: str, regions: int) -> Bench:
     data = _modules()[1]
     store = ReadyStore(0)
     thread = _thread(
-        "KVCacheStoreSendingThread", shape, side, regions, store, kv_role="kv_both",
-        group_put_steps=[1] * len(SHAPES[shape][1]), replicate_config=None,
+        "KVCacheStoreSendingThread",
+        shape,
+        side,
+        regions,
+        store,
+        kv_role="kv_both",
+        group_put_steps=[1] * len(SHAPES[shape][1]),
+        replicate_config=None,
     )
     hashes, tables = digests(shape, tokens), _tables(shape, tokens)
 
     def run() -> None:
+        forget(thread.token_databases)
         meta = data.ReqMeta(
             "r", tokens, tables, hashes, can_save=True, store_job_id=1, prefill_end_tokens=tokens
         )
@@ -214,12 +224,23 @@ def load(shape: str, tokens: int, side: str, regions: int) -> Bench:
     boundaries = tuple(data.TailKeyBoundary(g, tokens) for g in range(len(tables)))
 
     def run() -> None:
+        forget(thread.token_databases)
         spec = data.LoadSpec(0, tokens, True, tokens, boundaries)
         thread.request_queue.put(None)
         thread.request_queue.get()
         thread._handle_request(data.ReqMeta("r", tokens, tables, hashes, load_spec=spec))
 
     return Bench(run, store)
+
+
+# Forget the address rows of blocks before every run, as for blocks that were never used before.
+COLD = {"cold": False}
+
+
+def forget(dbs: list[Any]) -> None:
+    if COLD["cold"]:
+        for db in dbs:
+            db.store_layout.__dict__.pop("_kvmask_tables", None)
 
 
 OPERATIONS: dict[str, Callable[[str, int, str], Bench]] = {
@@ -303,11 +324,15 @@ def main() -> int:
     parser.add_argument("--operation", nargs="*", default=[*OPERATIONS])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--live", action="store_true", help="lookups on a real store, wall time")
+    parser.add_argument("--cold", action="store_true", help="blocks that were never used before")
     args = parser.parse_args()
+    COLD["cold"] = args.cold
     if args.live:
         return live(args)
-    print(f"{'operation':9} {'shape':7} {'tokens':>7} {'stock us':>10} {'exact us':>9} "
-          f"{'x':>6} {'staged us':>9} {'x':>6}")
+    print(
+        f"{'operation':9} {'shape':7} {'tokens':>7} {'stock us':>10} {'exact us':>9} "
+        f"{'x':>6} {'staged us':>9} {'x':>6}"
+    )
     for operation in args.operation:
         sides = SIDES if operation == "lookup" else SIDES[:2]
         for shape in args.shape:
@@ -334,7 +359,9 @@ def live(args: Any) -> int:
                         start = time.perf_counter()
                         bench.run()
                         times[side].append(time.perf_counter() - start)
-                print(shape, tokens, {s: round(statistics.median(v) * 1e6) for s, v in times.items()})
+                print(
+                    shape, tokens, {s: round(statistics.median(v) * 1e6) for s, v in times.items()}
+                )
                 store.remove_all(True)
     return 0
 

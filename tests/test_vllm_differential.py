@@ -95,26 +95,25 @@ def test_coordinator(seed: int) -> None:
             for i, there in enumerate(units)
             if there
         }
-        eagle = rng.random() < 0.7
-        pool = engine().coordinator.ExternalCachedBlockPool
-        for call in (
-            lambda c: c.store_mask(case.store_tokens, case.start_token, case.num_prompt_tokens),
-            lambda c: c.lookup_mask(case.store_tokens),
-            lambda c: c.load_mask(hashes, case.load_tokens),
-            lambda c: c.find_longest_cache_hit(
-                hashes,
-                case.max_length,
-                pool(case.hash_block_size, set(exists)),
-                apply_eagle=eagle,
-            ),
-            lambda c: c.store_mask(case.store_tokens + 1) if case.unit > 1 else None,
-        ):
-            assert said(call, own) == said(call, stock), case
+        args = case, hashes, exists, rng.random() < 0.7
+        assert told_by(own, *args) == told_by(stock, *args), case
 
 
-def said(call: Any, coord: Any) -> Any:
+def told_by(coord: Any, case: Case, hashes: Any, exists: Any, eagle: bool) -> list[Any]:
+    """Everything a coordinator says about a case."""
+    pool = engine().coordinator.ExternalCachedBlockPool(case.hash_block_size, set(exists))
+    return [
+        said(coord.store_mask, case.store_tokens, case.start_token, case.num_prompt_tokens),
+        said(coord.lookup_mask, case.store_tokens),
+        said(coord.load_mask, hashes, case.load_tokens),
+        said(coord.find_longest_cache_hit, hashes, case.max_length, pool, apply_eagle=eagle),
+        said(coord.store_mask, case.store_tokens + 1) if case.unit > 1 else None,
+    ]
+
+
+def said(call: Any, *args: Any, **kwargs: Any) -> Any:
     try:
-        result = call(coord)
+        result = call(*args, **kwargs)
     except AssertionError:
         return AssertionError
     except IndexError:
@@ -194,7 +193,9 @@ def save_differences(rng: random.Random, case: Case, make: Any, top: int = 0) ->
     steps = sorted(near(rng, unit, length) for _ in range(rng.randint(1, 4)))
     hand_offs = [random_hand_offs(rng, case) for _ in steps]
     script, trouble = rng.random(), rng.choice((0.0, 0.2))
-    names = [db.store_layout.key_for(s, b"") for db in make() for s in db.store_layout.local_shard_ids]
+    names = [
+        db.store_layout.key_for(s, b"") for db in make() for s in db.store_layout.local_shard_ids
+    ]
     present = {n + digest(i).hex() for n in names for i in range(case.hash_blocks) if i % 3 == 0}
     keep = rng.choice((0, 0, 0.3, 1.0))
     present = {k for k in sorted(present) if random.Random(f"{script}/{k}").random() < keep}
@@ -234,8 +235,11 @@ def random_hand_offs(rng: random.Random, case: Case) -> list[Any] | None:
         return None
     put = engine().data.BoundaryPut
     return [
-        put(rng.choice(cacheable), rng.randrange(5), rng.randint(0, case.hash_blocks + 1)
-            * case.hash_block_size)
+        put(
+            rng.choice(cacheable),
+            rng.randrange(5),
+            rng.randint(0, case.hash_blocks + 1) * case.hash_block_size,
+        )
         for _ in range(rng.randint(1, 3))
     ]
 
@@ -355,7 +359,10 @@ def test_every_planned_block_is_loaded_reported_or_behind_a_reported_one() -> No
                     data = engine().data
                     spec = data.LoadSpec(0, 32, True, 32)
                     meta = data.ReqMeta(
-                        "r", 32, (list(range(10, 18)),), [digest(i) for i in range(8)],
+                        "r",
+                        32,
+                        (list(range(10, 18)),),
+                        [digest(i) for i in range(8)],
                         load_spec=spec,
                     )
                     thread.request_queue.put(meta)
@@ -396,7 +403,11 @@ def test_a_load_that_cannot_be_planned_is_reported() -> None:
         tp_rank=0,
     )
     meta = data.ReqMeta(
-        "r", 32, ([5, 6, 7],), [digest(i) for i in range(8)], load_spec=data.LoadSpec(0, 32, True, 32)
+        "r",
+        32,
+        ([5, 6, 7],),
+        [digest(i) for i in range(8)],
+        load_spec=data.LoadSpec(0, 32, True, 32),
     )
     thread.request_queue.put(meta)
     thread._handle_request(thread.request_queue.get())
@@ -422,7 +433,11 @@ def test_a_put_without_a_result_is_not_stored() -> None:
         )
         data = engine().data
         meta = data.ReqMeta(
-            "r", 24, ([1, 2, 3, 4, 5, 6],), [digest(i) for i in range(6)], can_save=True,
+            "r",
+            24,
+            ([1, 2, 3, 4, 5, 6],),
+            [digest(i) for i in range(6)],
+            can_save=True,
             store_job_id=1,
         )
         assert pair.run_job(thread, meta) is None

@@ -240,7 +240,9 @@ def test_entry_point_is_declared() -> None:
     ],
 )
 def test_names_take_vllms_arguments(name: str) -> None:
-    module = "coordinator" if name in ("MooncakeStoreCoordinator", "ExternalCachedBlockPool") else "data"
+    module = (
+        "coordinator" if name in ("MooncakeStoreCoordinator", "ExternalCachedBlockPool") else "data"
+    )
     theirs = getattr(importlib.import_module(releases._STORE + module), name)
     ours = getattr(kvmask.vllm, name)
     if inspect.isfunction(theirs):

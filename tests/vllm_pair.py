@@ -60,8 +60,15 @@ class Script:
     def batch_put_from_multi_buffers(self, keys: Any, addresses: Any, sizes: Any, config: Any):
         rng = self._rng()
         groups = getattr(config, "group_ids", None)
-        self.calls.append(("put", list(keys), [list(r) for r in addresses], [*map(list, sizes)],
-                           list(groups) if groups is not None else None))
+        self.calls.append(
+            (
+                "put",
+                list(keys),
+                [list(r) for r in addresses],
+                [*map(list, sizes)],
+                list(groups) if groups is not None else None,
+            )
+        )
         if rng.random() < self.trouble:
             raise ConnectionError("the master is gone")
         results = [0] * len(keys)

@@ -1,7 +1,7 @@
 """kvmask inside vLLM's MooncakeStoreConnector. The only package of kvmask that imports vLLM."""
 
-from kvmask.vllm.coordinator import MooncakeStoreCoordinator
 from kvmask.vllm.connector import KVMaskStoreConnector, install, uninstall
+from kvmask.vllm.coordinator import MooncakeStoreCoordinator
 from kvmask.vllm.layouts import ChunkedTokenDatabase
 from kvmask.vllm.releases import (
     BlobBlockHashes,

@@ -99,9 +99,7 @@ class Part:
 
     def only(self, ordinals: list[int]) -> Part:
         """The keys at these positions."""
-        part = Part(
-            self.group, self.db, self.table, self.start, self.planned, self.ids, self.width
-        )
+        part = Part(self.group, self.db, self.table, self.start, self.planned, self.ids, self.width)
         part.ordinals = ordinals
         return part
 
@@ -144,9 +142,7 @@ class Part:
         return addresses, sizes, sum(map(sum, sizes))
 
 
-def keys_of(
-    builders: Sequence[KeyBuilder], hashes: BlockHashes, part: Part
-) -> list[str]:
+def keys_of(builders: Sequence[KeyBuilder], hashes: BlockHashes, part: Part) -> list[str]:
     """One key per block and builder."""
     scale = part.db.block_size // part.db.hash_block_size
     return build_keys(tuple(builders), hashes, part.planned, part.start, scale)

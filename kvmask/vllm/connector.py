@@ -9,6 +9,7 @@ from kvmask.vllm import lookup as lookups
 from kvmask.vllm.releases import (
     Release,
     StockConnector,
+    StockCoordinator,
     StockReceiving,
     StockSending,
     StockWorker,
@@ -111,7 +112,7 @@ def adopt_worker(worker: Any, lookup: str) -> None:
 
 def adopt_coordinator(coord: Any) -> None:
     """Give a stock coordinator kvmask's masks and hit search."""
-    _become(coord, coordinator.StockCoordinator, coordinator.MooncakeStoreCoordinator)
+    _become(coord, StockCoordinator, coordinator.MooncakeStoreCoordinator)
 
 
 class KVMaskStoreConnector(StockConnector):  # type: ignore[misc]

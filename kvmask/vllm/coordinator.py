@@ -84,9 +84,7 @@ def find_longest_cache_hit(
     digests = digests_of(block_hashes)
     # Where EAGLE may look past the limit, one more block of every group is enough.
     present = [
-        present_bits(
-            digests, exists, group, scale, current().reach(max_length, size) // length
-        )
+        present_bits(digests, exists, group, scale, current().reach(max_length, size) // length)
         if cacheable
         else Bitset.zeros(0)
         for group, (scale, length, size, cacheable) in enumerate(

@@ -69,9 +69,7 @@ class Tables:
 
 def _blocks(rows: Sequence[tuple[int, int, int]]) -> int:
     """Blocks whose addresses all fit in 64 bits."""
-    return min(
-        [_MAX_BLOCKS, *((_TOP - base - size) // stride + 1 for base, size, stride in rows)]
-    )
+    return min([_MAX_BLOCKS, *((_TOP - base - size) // stride + 1 for base, size, stride in rows)])
 
 
 def _rank_local(layout: Any) -> Tables | None:
@@ -127,7 +125,7 @@ def rank_local_values(
         return [], [], []
     tables = _rank_local(self)
     if tables is None:
-        return _stock_values(self, chunks, block_ids, shard_ids)
+        return _stock_values(self, chunks, block_ids, shard_ids)  # type: ignore[no-any-return]
     if shard_ids is not None and (len(shard_ids) != len(chunks) or any(shard_ids)):
         raise AlignmentError(
             f"`shard_ids` must hold one 0 per chunk, got {len(shard_ids)} for {len(chunks)} chunks"
@@ -137,8 +135,7 @@ def rank_local_values(
     for start, end in chunks:
         if (end - start) % unit:
             raise AlignmentError(
-                "`chunks` must be multiples of the hash block, "
-                f"got {end - start} tokens and {unit}"
+                f"`chunks` must be multiples of the hash block, got {end - start} tokens and {unit}"
             )
         whole = whole and 0 < end - start <= block
     ids = [int(block_ids[start // block]) for start, _ in chunks]

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import vllm.envs as envs
+from vllm import envs
 
 from kvmask._core import (
     Bitset,

@@ -100,9 +100,7 @@ def lookup(self: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
             )
             logger.error("Lookup of %d keys in the Mooncake store failed: %s", len(keys), e)
             return release.lookup_result(0, ())
-        self._record_kv_connector_operation(
-            "lookup_exists", time.perf_counter() - start, len(keys)
-        )
+        self._record_kv_connector_operation("lookup_exists", time.perf_counter() - start, len(keys))
         try:
             search.feed(answers)
         except KVMaskError as e:

@@ -156,9 +156,9 @@ def rules_of(coord: Any) -> Rules | None:
     )
     kept = coord.__dict__.get("_kvmask_rules")
     if kept is not None:
-        old, rules = kept
+        old, known = kept
         if old[0] is stamp[0] and old[1] is stamp[1] and old[2:] == stamp[2:]:
-            return rules  # type: ignore[no-any-return]
+            return known  # type: ignore[no-any-return]
     try:
         rows = _rows(coord)
         rules = None if rows is None else Rules(coord, rows, stamp)

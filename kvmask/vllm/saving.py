@@ -253,9 +253,7 @@ def handle_request(self: Any, req_meta: Any) -> None:
         save.run(names)
     finally:
         if self.enable_kv_event and token_len:
-            self._update_retry_token_ids(
-                req_meta, save.completed, save.tokens_start, save.tokens
-            )
+            self._update_retry_token_ids(req_meta, save.completed, save.tokens_start, save.tokens)
         self.finish_store_job(req_meta)
         self.request_queue.task_done()
 
