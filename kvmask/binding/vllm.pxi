@@ -1,5 +1,6 @@
 # What the vLLM adapter asks of Python containers: digests in a set, answers that are not 1.
 
+from cpython.long cimport PyLong_AsLongLongAndOverflow
 from cpython.set cimport PySet_Contains
 
 
@@ -161,28 +162,40 @@ cdef class BlockRows:
         Raises:
             BlockIdError: An id is negative, or lies past the addresses of the table.
         """
-        cdef Py_ssize_t n = PyList_GET_SIZE(ids), i
-        cdef list rows = PyList_New(n)
-        cdef object row
+        cdef Py_ssize_t n = PyList_GET_SIZE(ids), i, m = 0
+        cdef list rows = [None] * n
+        cdef list positions = [], unknown = [], made
+        cdef PyObject *row
         cdef long long block
+        cdef int overflow = 0
         for i in range(n):
-            row = None
-            block = PyLong_AsLongLong(<object>PyList_GET_ITEM(ids, i))
+            block = PyLong_AsLongLongAndOverflow(<object>PyList_GET_ITEM(ids, i), &overflow)
             if 0 <= block < PyList_GET_SIZE(self.kept):
-                row = <object>PyList_GET_ITEM(self.kept, block)
-            if row is None:
-                row = self.make(ids[i], block)
-            Py_INCREF(row)
-            PyList_SET_ITEM(rows, i, row)
+                row = PyList_GET_ITEM(self.kept, block)
+                if row is not <PyObject *>None:
+                    rows[i] = <object>row
+                    continue
+            positions.append(i)
+            unknown.append(<object>PyList_GET_ITEM(ids, i))
+        if unknown:
+            made = self.regions.addresses(unknown)[0]
+            self.keep(unknown, made)
+            for i in positions:
+                rows[i] = made[m]
+                m += 1
         return rows, [self.size_row] * n
 
-    cdef object make(self, object item, long long block):
-        cdef object row = self.regions.addresses([item])[0][0]
-        cdef Py_ssize_t held = PyList_GET_SIZE(self.kept)
-        # An id far past the others would make the list itself large.
-        if self.room > 0 and block < held + (1 << 20):
+    cdef keep(self, list ids, list made):
+        cdef long long block
+        cdef Py_ssize_t i, held
+        for i in range(min(self.room, PyList_GET_SIZE(made))):
+            block = ids[i]
+            held = PyList_GET_SIZE(self.kept)
+            # An id far past the others would make the list itself large.
+            if block >= held + (1 << 20):
+                continue
             if block >= held:
                 self.kept.extend([None] * (max(block + 1, 2 * held) - held))
-            self.kept[block] = row
-            self.room -= 1
-        return row
+            if self.kept[block] is None:
+                self.kept[block] = made[i]
+                self.room -= 1
