@@ -71,6 +71,23 @@ def test_lookup(seed: int, strategy: str) -> None:
             ]
 
 
+def test_lookups_of_one_worker() -> None:
+    """A worker that remembers earlier hits, over a store that gains and loses keys."""
+    for rng, case in cases(55):
+        everything = sorted(pair.present_keys(case))
+        known = pair.Script(0, set(everything))
+        worker = pair.lookup_worker(case, "kvmask", known, "staged")
+        for turn in range(4):
+            keys = {k for k in everything if turn == 0 or rng.random() < 0.9}
+            known.present, known.calls = keys, []
+            fresh = pair.lookup_worker(case, "kvmask", pair.Script(0, keys), "exact")
+            tokens = max(0, case.num_tokens - rng.choice((0, 0, 1, case.unit)))
+            hashes = hashes_of(case, False)
+            assert answer(worker.lookup(tokens, hashes)) == answer(fresh.lookup(tokens, hashes))
+            asked = [k for _, batch in known.calls for k in batch]
+            assert len(asked) == len(set(asked)) <= sum(len(b) for _, b in fresh.store.calls), case
+
+
 @pytest.mark.parametrize("strategy", ["exact", "staged"])
 def test_lookup_answers_that_are_no_answers(strategy: str) -> None:
     """A short list, or one that is not of integers, is no hit and no exception."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvmask._core import Bitset, KeyBuilder, LookupCore, build_keys
+from kvmask._core import Bitset, HitHints, KeyBuilder, LookupCore, build_keys
 from kvmask.errors import ArgumentError, KVMaskError
 from kvmask.plan import STRATEGIES
 from kvmask.vllm.releases import (
@@ -69,6 +69,14 @@ def _names(worker: Any) -> tuple[Rules, list[tuple[KeyBuilder, ...]]] | None:
     return names
 
 
+def _hints(worker: Any) -> HitHints:
+    """Where this worker's earlier hits ended: most lookups then take one call."""
+    hints: HitHints | None = worker.__dict__.get("_kvmask_hints")
+    if hints is None:
+        hints = worker.__dict__["_kvmask_hints"] = HitHints()
+    return hints
+
+
 def lookup(self: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
     """How long a prefix of the request the store can give, and what names its tail blocks.
 
@@ -82,10 +90,12 @@ def lookup(self: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
     if names is None or (names[0].eagle and not release.eagle_peeks):
         return stock("worker.lookup")(self, num_tokens, block_hashes)
     rules, builders = names
-    strategy = self.__dict__.get("_kvmask_lookup") or _default["lookup"]
-    search = LookupCore(
-        rules.core, builders, digests_of(block_hashes), num_tokens, 0, strategy == "staged"
-    )
+    staged = (self.__dict__.get("_kvmask_lookup") or _default["lookup"]) == "staged"
+    hashes = digests_of(block_hashes)
+    hints = _hints(self) if staged else None
+    units = rules.hash_block, rules.unit
+    hint = 0 if hints is None else hints.predict(hashes, *units, num_tokens - 1)
+    search = LookupCore(rules.core, builders, hashes, num_tokens, staged=staged, hint=hint)
     while keys := search.next_keys():
         start = time.perf_counter()
         try:
@@ -110,6 +120,8 @@ def lookup(self: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
     if found is None or found[0] <= 0:
         return release.lookup_result(0, ())
     hit, _, tails = found
+    if hints is not None:
+        hints.learn(hashes, *units, hit)
     return release.lookup_result(
         hit, [(g, t or hit) for g, t in enumerate(tails) if rules.cacheable[g]]
     )

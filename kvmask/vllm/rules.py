@@ -46,6 +46,8 @@ class Rules:
         block_sizes: Tokens per block of every group.
         scales: Hash blocks per bit of every group's presence.
         cacheable: Whether a group takes part in hits.
+        hash_block: Tokens per digest.
+        unit: What hits are multiples of.
         all_cacheable: No group is left out.
         eagle: Some group drops its last block.
     """
@@ -60,6 +62,7 @@ class Rules:
         "lengths",
         "scales",
         "stamp",
+        "unit",
     )
 
     def __init__(self, coord: Any, rows: list[tuple[Any, ...]], stamp: tuple[Any, ...]) -> None:
@@ -72,6 +75,7 @@ class Rules:
             partial_hits(coord),
         )
         self.hash_block: int = coord.hash_block_size
+        self.unit: int = coord.hash_block_size if partial_hits(coord) else coord.lcm_block_size
         self.block_sizes = [row[1] for row in rows]
         self.cacheable = [row[4] for row in rows]
         self.all_cacheable = all(self.cacheable)
