@@ -188,7 +188,7 @@ def replay(
     with_vllm: bool,
     limit: float = float("inf"),
     cold: int = 50,
-    hint_slots: int = 1 << 16,
+    hint_slots: int = 1 << 20,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
     """Replay requests against an empty store.
@@ -365,7 +365,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, help="stop after so many (generated: 1000)")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds")
     parser.add_argument("--store", choices=("mooncake", "memory"), default="mooncake")
-    parser.add_argument("--hint-slots", type=int, default=1 << 16, help="size of the hints' table")
+    parser.add_argument("--hint-slots", type=int, default=1 << 20, help="size of the hints' table")
     parser.add_argument("--no-vllm", action="store_true", help="leave vLLM out")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)

@@ -8,12 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, NamedTuple
 
-from kvmask._core import MAX_TOKENS, Bitset, BlockHashes, build_keys, cut_calls, row_totals
+from kvmask._core import (
+    MAX_TOKENS,
+    Bitset,
+    BlockHashes,
+    build_keys,
+    checked_answers,
+    cut_calls,
+    row_totals,
+)
 from kvmask.coordinator import Coordinator
-from kvmask.errors import ArgumentError, PlanStateError, StoreError
+from kvmask.errors import ArgumentError, PlanStateError
 from kvmask.groups import check_count
 from kvmask.keys import KeySchema
 from kvmask.layout import KVLayout
@@ -386,23 +393,14 @@ class BlockPlan:
         )
 
     def _answers(self, answers: Sequence[int]) -> tuple[int, list[int]]:
-        """First key of the current batch and its answers."""
+        """First key of the current batch and its answers; the batch is then done."""
         if self._current is None:
             raise PlanStateError("`feed` must follow `next_batch`")
-        start, stop = self._current
-        try:
-            given = list(answers)
-        except TypeError:
-            raise StoreError(
-                f"the store must answer every key, got {type(answers).__name__}"
-            ) from None
-        if len(given) != stop - start:
-            raise StoreError(
-                f"the store must answer every key, got {len(given)} answers to {stop - start} keys"
-            )
-        for answer in given:
-            if type(answer) is not int and not isinstance(answer, Integral):
-                raise StoreError(f"the store must answer with integers, got {answer!r}")
+        start, stop = current = self._current
+        given = checked_answers(answers, stop - start)
+        if self._current is not current:  # an iterator's own code, or another thread
+            raise PlanStateError("`feed` must be given the answers once, got them while it read")
+        self._current = None
         return start, given
 
     def fail(self, code: int) -> None:
@@ -415,4 +413,9 @@ class BlockPlan:
             raise PlanStateError("`fail` must follow `next_batch`")
         start, stop = self._current
         self._current = None
-        self._failed += [self._failure(self._positions[i], code) for i in range(start, stop)]
+        for i in range(start, stop):
+            self._fail_key(self._positions[i], code)
+
+    def _fail_key(self, position: int, code: int) -> None:
+        """Record a failure of the key at this position of all keys."""
+        self._failed.append(self._failure(position, code))

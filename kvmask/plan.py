@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvmask._core import Bitset, LookupCore, pick_missing, plan_blocks
+from kvmask._core import Bitset, LookupCore, checked_answers, pick_missing, plan_blocks
 from kvmask.block_plan import (
     ALREADY_EXISTS,
     LEASE_EXPIRED,
@@ -64,7 +64,7 @@ class CostModel:
     @property
     def first_batch(self) -> int:
         """Full-attention blocks to ask for at once when nothing is known."""
-        return max(1, min(round(self.call / self.missing), 1 << 20))
+        return max(1, round(min(self.call / self.missing, 1 << 20)))
 
     @property
     def slack(self) -> int:
@@ -257,6 +257,7 @@ class SavePlan(BlockPlan):
         self._digests_for(self.num_tokens)
         self._mark = self.num_tokens
         self._asked = False
+        self._twins: dict[int, list[int]] = {}
         self._present = 0
         self._stored = 0
         if self.num_tokens > start_token:
@@ -300,6 +301,9 @@ class SavePlan(BlockPlan):
         planned, ids = plan_blocks(mask, whole, start, table, step, phase, self._null_block)
         if len(table) < whole:
             self._mark = min(self._mark, len(table) * size)
+        if isinstance(group, FullAttention) and self._null_block in table[start:whole]:
+            # Windows and chunks let go of blocks that no hit needs; here it is a hole.
+            self._mark = min(self._mark, table.index(self._null_block, start) * size)
         tail = None
         if (
             self.num_tokens % size
@@ -323,13 +327,13 @@ class SavePlan(BlockPlan):
         """
         if self._asked:
             raise PlanStateError("`feed_exists` must be called once")
+        given = checked_answers(answers, len(self.keys))
         batch = TransferBatch([], [], [])
         positions: list[int] = []
         for k, entries in enumerate(self._entries):
             first = entries.first_key
             stop = self._entries[k + 1].first_key if k + 1 < len(self._entries) else len(self.keys)
-            keys, ordinals = pick_missing(self.keys, answers, first, stop)
-            self._present += stop - first - len(keys)
+            keys, ordinals = pick_missing(self.keys, given, first, stop)
             if not keys:
                 continue
             whole = len(keys) == stop - first
@@ -338,14 +342,23 @@ class SavePlan(BlockPlan):
             batch.addresses.extend(rows)
             batch.sizes.extend(spans)
             positions += [first + i for i in ordinals]
-        if len(set(batch.keys)) < len(batch.keys):
-            keep = sorted({key: -i for i, key in enumerate(reversed(batch.keys), 1)}.values())
-            keep = [i + len(batch.keys) for i in keep]
-            self._present += len(batch.keys) - len(keep)
-            batch = batch.pick(keep)
-            positions = [positions[i] for i in keep]
+        if self._asked:
+            raise PlanStateError("`feed_exists` must be called once")
         self._asked = True
+        self._present = len(self.keys) - len(batch.keys)
+        if len(set(batch.keys)) < len(batch.keys):
+            batch, positions = self._once(batch, positions)
         self._cut(batch, positions, None)
+
+    def _once(self, batch: TransferBatch, positions: list[int]) -> tuple[TransferBatch, list[int]]:
+        """Every key once; what becomes of it is what becomes of its twins."""
+        kept: dict[str, int] = {}
+        for i, key in enumerate(batch.keys):
+            first = kept.setdefault(key, i)
+            if first != i:
+                self._twins.setdefault(positions[first], []).append(positions[i])
+        keep = list(kept.values())
+        return batch.pick(keep), [positions[i] for i in keep]
 
     def feed(self, codes: Sequence[int]) -> None:
         """Take the codes of the last put: 0 is stored, -705 was there, all else failed.
@@ -355,19 +368,24 @@ class SavePlan(BlockPlan):
             StoreError: There is not one code per key.
         """
         start, given = self._answers(codes)
-        self._current = None
-        if not any(given):
+        if not any(given) and not self._twins:
             self._stored += len(given)
             self._num_bytes += sum(self._bytes[start : start + len(given)])
             return
         for i, code in enumerate(given, start):
+            twins = self._twins.get(self._positions[i], [])
             if code == 0:
                 self._stored += 1
                 self._num_bytes += self._bytes[i]
+                self._present += len(twins)
             elif code == ALREADY_EXISTS:
-                self._present += 1
+                self._present += 1 + len(twins)
             else:
-                self._failed.append(self._failure(self._positions[i], code))
+                self._fail_key(self._positions[i], code)
+
+    def _fail_key(self, position: int, code: int) -> None:
+        for p in (position, *self._twins.get(position, [])):
+            self._failed.append(self._failure(p, code))
 
     @property
     def result(self) -> SaveResult:
@@ -472,12 +490,17 @@ class LoadPlan(BlockPlan):
                 "`block_ids` must name a block for every block of the hit, "
                 f"got {got} for block {lost} of group {g}"
             )
+        if len(set(ids)) < len(ids):
+            raise BlockIdError(
+                f"`block_ids` must name every block once, got a block of group {g} twice"
+            )
         tail = None
         last = len(mask) - 1
         boundary = hit.tail_tokens[g]
         if ids and mask[last] and boundary != len(mask) * size:
             unit = self._coord.hash_block_size
-            if not self._coord.partial_hits or boundary <= last * size or boundary % unit:
+            inside = last * size < boundary < len(mask) * size
+            if not self._coord.partial_hits or not inside or boundary % unit:
                 raise ArgumentError(
                     "`hit.tail_tokens` must be a boundary of the last block, "
                     f"got {boundary} for block {last} of group {g}"
@@ -512,7 +535,6 @@ class LoadPlan(BlockPlan):
         """
         start, given = self._answers(results)
         stop = start + len(given)
-        self._current = None
         self.renew = []
         if start not in self._retried and all(r == LEASE_EXPIRED for r in given):
             self._retried.add(start)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol
 
-from kvmask._core import BlockHashes, HitHints
+from kvmask._core import BlockHashes, HitHints, checked_answers
 from kvmask.block_plan import (
     PIECES_PER_CALL,
     Hashes,
@@ -20,6 +21,7 @@ from kvmask.block_plan import (
 )
 from kvmask.coordinator import Coordinator, Hit
 from kvmask.errors import ArgumentError, StoreError
+from kvmask.groups import check_count
 from kvmask.keys import KeySchema
 from kvmask.layout import KVLayout
 from kvmask.memo import PresenceMemo
@@ -117,8 +119,23 @@ class KVTransfer:
             if lookup_schemas is None
             else per_group(lookup_schemas, KeySchema, "lookup_schemas", n)
         )
+        if null_block is not None:
+            check_count(null_block, "null_block", 0)
         self._null_block = null_block
-        self._put_steps = put_steps
+        self._put_steps = None if put_steps is None else list(put_steps)
+        for step in self._put_steps or ():
+            check_count(step, "put_steps")
+        check_count(rank, "rank", 0)
+        for value, name in ((staging, "staging"), (max_pieces, "max_pieces")):
+            if value is not None:
+                check_count(value, name)
+        for thing, kind, name in (
+            (costs, CostModel, "costs"),
+            (hints, HitHints | bool | None, "hints"),
+            (memo, PresenceMemo | None, "memo"),
+        ):
+            if not isinstance(thing, kind):
+                raise TypeError(f"`{name}` must be {kind}, got {type(thing).__name__}")
         self._rank = rank
         self._put_config = () if replicate_config is None else (replicate_config,)
         self._staging = staging
@@ -140,16 +157,22 @@ class KVTransfer:
             try:
                 code = self.store.register_buffer(address, size)
             except Exception as e:
-                self.close()
+                self._undo()
                 raise StoreError(
                     f"the store must register {size} bytes at {address:#x}, got {e!r}"
                 ) from e
             if code != 0:
-                self.close()
+                self._undo()
                 raise StoreError(
                     f"the store must register {size} bytes at {address:#x}, got code {code}", code
                 )
             self._registered.append(address)
+
+    def _undo(self) -> None:
+        """Unregister what can be; the error that led here is the one to be told."""
+        while self._registered:
+            with contextlib.suppress(Exception):
+                self.store.unregister_buffer(self._registered.pop())
 
     def close(self) -> None:
         """Unregister the storages. Calling it again does nothing."""
@@ -244,8 +267,7 @@ class KVTransfer:
         started = time.perf_counter()
         given = self._exists(unknown)
         seconds = time.perf_counter() - started
-        if len(given) != len(unknown):
-            return given, seconds  # the plan says what is wrong with it
+        given = checked_answers(given, len(unknown))
         self._memo.add(key for key, answer in zip(unknown, given, strict=True) if answer == 1)
         rest = iter(given)
         return [1 if skip else next(rest) for skip in known], seconds

@@ -320,8 +320,7 @@ def test_a_bitset_cannot_be_written_or_made_anew():
     assert view[0] == (1 << 64) - 1
     assert view[1] == 63
     empty = Bitset.__new__(Bitset)
-    with pytest.raises(BufferError):
-        memoryview(empty)
+    assert memoryview(empty).nbytes == 0
     for call in (repr, list, len, hash, copy.copy):
         with contextlib.suppress(TypeError, BufferError):
             call(empty)

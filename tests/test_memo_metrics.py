@@ -7,7 +7,7 @@ from fake_store import EXIST, GET, PUT
 from rig import digests, key, pair
 
 from kvmask import FullAttention, PresenceMemo
-from kvmask.errors import MissingDependencyError
+from kvmask.errors import MissingDependencyError, StoreError
 
 
 def full_pair(**options):
@@ -111,3 +111,13 @@ def test_metrics_without_prometheus_say_what_to_install(monkeypatch):
     source, _ = full_pair()
     with pytest.raises(MissingDependencyError, match="pip install prometheus-client"):
         exposition(source.kv.stats)
+
+
+def test_answers_to_more_than_was_asked(monkeypatch):
+    """The memo knows two of four keys: four answers to the other two are an error."""
+    memo = PresenceMemo(seconds=60)
+    source, _ = full_pair(memo=memo)
+    source.kv.save(digests(2), source.tables, 32)
+    monkeypatch.setattr(source.store, "batch_is_exist", lambda keys: [1] * 4)
+    with pytest.raises(StoreError, match="got 4 answers to 2 keys"):
+        source.kv.lookup(digests(4), 65)

@@ -172,7 +172,17 @@ def test_null_blocks_are_never_put():
             plan.feed([0] * len(wanted))
         assert plan.result.stored == len(wanted)
         assert plan.result.ok
-        assert plan.result.saved_tokens == min(64, 16 * len(table))
+        # A hole in full attention ends the mark: no later hit can reach past it.
+        hole = table.index(0) if 0 in table else len(table)
+        assert plan.result.saved_tokens == min(64, 16 * hole)
+
+
+def test_windows_let_go_of_blocks_and_the_mark_goes_on():
+    groups = [FullAttention(16), SlidingWindow(16, window=32)]
+    plan = plan_of(groups, 16, 64, [[1, 2, 3, 4], [0, 0, 5, 6]])
+    plan.feed_exists([0] * len(plan.keys))
+    plan.feed([0] * len(plan.next_batch().keys))
+    assert plan.result.saved_tokens == 64
 
 
 def test_another_null_block_or_none():

@@ -1,9 +1,11 @@
 # Bitset: a read-only sequence of bool over uint64 words. See csrc/bits.h for the invariants.
 
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_ND, PyBUF_STRIDES, PyBUF_WRITABLE
+from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 from cpython.object cimport Py_EQ, Py_NE
 
 import numbers as _numbers
+import operator as _operator
 from collections.abc import Sequence as _Sequence
 
 # 2**32 tokens with one-token blocks; one mask is then 512 MiB.
@@ -15,6 +17,9 @@ cdef int64_t c_gil_min_bits = GIL_MIN_BITS
 
 cdef Py_ssize_t word_stride = sizeof(uint64_t)
 cdef char *word_format = "Q"
+# What a bitset of no bits points to until it is given words of its own.
+cdef uint64_t no_words[1]
+no_words[0] = 0
 
 
 cdef Bitset new_bitset(int64_t n):
@@ -22,10 +27,11 @@ cdef Bitset new_bitset(int64_t n):
     cdef Bitset self
     if n < 0 or n > c_max_bits:
         raise ArgumentError(f"`n` must be from 0 to {MAX_BITS}, got {n}")
-    self = Bitset.__new__(Bitset)
-    self.words = <uint64_t *>calloc(km_words(n) or 1, sizeof(uint64_t))
-    if self.words == NULL:
+    cdef uint64_t *words = <uint64_t *>calloc(km_words(n) or 1, sizeof(uint64_t))
+    if words == NULL:
         raise MemoryError(f"no memory for a bitset of {n} bits")
+    self = Bitset.__new__(Bitset)
+    self.words = words
     self.n = n
     self.shape[0] = km_words(n)
     return self
@@ -47,15 +53,19 @@ cdef Bitset run_bitset(int64_t n, int64_t first):
 cdef int64_t as_int64(object value, str name, int64_t low, int64_t high) except? -1:
     """An integer argument within [low, high]."""
     cdef object number
-    try:
-        number = value.__index__()
-    except AttributeError:
-        raise TypeError(f"`{name}` must be an integer, got {type(value).__name__}") from None
-    if type(value) is bool:
-        raise TypeError(f"`{name}` must be an integer, got bool")
-    if not low <= number <= high:
+    cdef int overflow = 0
+    cdef long long result
+    if PyLong_CheckExact(value):
+        number = value
+    else:
+        if type(value) is bool or not hasattr(value, "__index__"):
+            raise TypeError(f"`{name}` must be an integer, got {type(value).__name__}")
+        number = _operator.index(value)
+    # A subclass of int may compare as it likes: what counts is its value.
+    result = PyLong_AsLongLongAndOverflow(number, &overflow)
+    if overflow or not low <= result <= high:
         raise ArgumentError(f"`{name}` must be from {low} to {high}, got {number}")
-    return number
+    return result
 
 
 cdef bint as_bool(object item, Py_ssize_t i) except -1:
@@ -88,23 +98,26 @@ cdef class Bitset:
     """
 
     def __cinit__(self, *args, **kwargs):
-        self.words = NULL
+        self.words = no_words
         self.n = 0
 
     def __init__(self, bools=()):
         cdef Bitset made = Bitset.from_bools(bools)
         cdef size_t size = (km_words(made.n) or 1) * sizeof(uint64_t)
-        if self.words != NULL:
+        cdef uint64_t *words
+        if self.words != no_words:
             raise TypeError("a bitset is read-only and cannot be made anew")
-        self.words = <uint64_t *>malloc(size)
-        if self.words == NULL:
+        words = <uint64_t *>malloc(size)
+        if words == NULL:
             raise MemoryError(f"no memory for a bitset of {made.n} bits")
-        memcpy(self.words, made.words, size)
+        memcpy(words, made.words, size)
+        self.words = words
         self.n = made.n
         self.shape[0] = km_words(made.n)
 
     def __dealloc__(self):
-        free(self.words)
+        if self.words != no_words:
+            free(self.words)
 
     @classmethod
     def from_bools(cls, bools):
@@ -261,12 +274,15 @@ cdef class Bitset:
             isinstance(other, _Sequence) or hasattr(other, "__array_interface__")
         ):
             return NotImplemented
-        same = len(other) == self.n
-        if same:
-            for i in range(self.n):
-                if bool(km_get(self.words, i)) != other[i]:
-                    same = False
-                    break
+        try:
+            same = len(other) == self.n
+            if same:
+                for i in range(self.n):
+                    if bool(km_get(self.words, i)) != other[i]:
+                        same = False
+                        break
+        except (TypeError, ValueError):  # no dimension, or rows that have no truth value
+            return NotImplemented
         return same == (op == Py_EQ)
 
     __hash__ = None
@@ -377,8 +393,6 @@ cdef class Bitset:
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         if flags & PyBUF_WRITABLE:
             raise BufferError("a bitset is read-only")
-        if self.words == NULL:
-            raise BufferError("an uninitialised bitset has no buffer")
         self.exports += 1
         buffer.buf = self.words
         buffer.obj = self

@@ -81,13 +81,15 @@ def pick_missing(list keys not None, answers, start, stop):
     Raises:
         StoreError: There is not one integer per key.
     """
-    cdef list given = checked_answers(answers, len(keys))
     cdef Py_ssize_t i
     cdef Py_ssize_t first = as_int64(start, "start", 0, len(keys))
     cdef Py_ssize_t end = as_int64(stop, "stop", first, len(keys))
+    cdef list given = checked_answers(answers, len(keys))
     cdef list missing = [], positions = []
+    if len(keys) != len(given) or end > len(keys):
+        raise StoreError("the keys must not change while their answers are read")
     for i in range(first, end):
-        if given[i] is not _ONE and given[i] != 1:
+        if given[i] is not _ONE:
             missing.append(keys[i])
             positions.append(i - first)
     return missing, positions
@@ -117,6 +119,7 @@ def row_totals(list rows not None, slice_bytes):
     return totals, pieces
 
 
+@cython.boundscheck(True)
 def cut_calls(list needs not None, usable, whole, list pieces not None, max_pieces):
     """Cuts keys into calls; see kvmask.block_plan.split_calls.
 
@@ -134,6 +137,8 @@ def cut_calls(list needs not None, usable, whole, list pieces not None, max_piec
     cdef double most = max_pieces, count = 0, parts
     cdef Py_ssize_t i, start = 0, n = len(needs)
     cdef list calls = [], oversize = []
+    if len(pieces) != n:
+        raise ArgumentError(f"`pieces` must hold one number per key, got {len(pieces)} and {n}")
     for i in range(n):
         need = needs[i]
         parts = pieces[i]

@@ -45,7 +45,12 @@ cdef class CoordinatorCore:
             self.groups[i].span = as_int64(span, "span", 0, c_max_tokens)
             self.groups[i].eagle = bool(eagle)
             self.groups[i].cacheable = bool(cacheable)
-            index = as_int64(set_index, "set_index", -1, MAX_SETS - 1)
+            index = as_int64(set_index, "set_index", 0 if cacheable else -1, MAX_SETS - 1)
+            if cacheable and self.groups[i].block_size % self.hash_block:
+                raise AlignmentError(
+                    "`block_size` must be a multiple of `hash_block_size`, "
+                    f"got {block_size} and {hash_block}"
+                )
             self.set_of[i] = index
             if not cacheable:
                 continue
@@ -58,6 +63,8 @@ cdef class CoordinatorCore:
                 self.any_eagle = True
             if self.groups[i].kind == KM_CHUNKED:
                 self.any_chunked = True
+        if self.n_sets == 0 or 0 in [self.members[i] for i in range(self.n_sets)]:
+            raise ArgumentError("`groups` must fill the sets from 0 on, at least one of them")
 
     def __dealloc__(self):
         free(self.groups)

@@ -72,7 +72,8 @@ cdef class Regions:
     cdef int64_t blocks
     cdef list size_row
 
-    def __cinit__(self, list regions, object num_blocks):
+    def __cinit__(self, list given not None, object num_blocks):
+        cdef tuple regions = tuple(given)  # a row's own code could shorten the list
         cdef Py_ssize_t i, n = len(regions)
         cdef km_region *r
         cdef uint64_t last
@@ -132,8 +133,9 @@ cdef class Regions:
         cdef PyObject *address
         cdef long long block, null = -1
         cdef int overflow
+        cdef Py_ssize_t wanted = len(ids)
         if null_block is not None:
-            null = null_block
+            null = as_int64(null_block, "null_block", 0, (1 << 63) - 1)
         for item in ids:
             whole = item if PyLong_CheckExact(item) else _id_int(item, i)
             block = PyLong_AsLongLongAndOverflow(whole, &overflow)
@@ -158,4 +160,6 @@ cdef class Regions:
             PyObject_GC_UnTrack(row)
             rows.append(row)
             i += 1
+        if i != wanted:
+            raise BlockIdError(f"`block_ids` must not change while it is read, got {i} of {wanted}")
         return rows, [self.size_row] * len(rows)

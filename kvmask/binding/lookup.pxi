@@ -315,7 +315,7 @@ cdef class LookupCore:
         cdef km_search search
         cdef km_need need
         cdef int set_index, i
-        cdef list asked, keys = []
+        cdef list asked, keys = [], pending = []
         cdef Bitset bits
         if self.pending_groups:
             raise PlanStateError("`feed` must be given the answers before the next keys are asked")
@@ -328,7 +328,6 @@ cdef class LookupCore:
             return []
         else:
             asked = self.choose(&search, sets, set_index, need)
-        self.pending_groups = []
         for i in range(self.coord.n_groups):
             if self.coord.set_of[i] < 0:
                 continue
@@ -336,7 +335,8 @@ cdef class LookupCore:
             if bits is None:
                 continue
             self.add_keys(i, bits, keys)
-            self.pending_groups.append((i, bits))
+            pending.append((i, bits))
+        self.pending_groups = pending
         self.expected = len(keys)
         self.asked += len(keys)
         self.probes += 1
@@ -368,10 +368,15 @@ cdef class LookupCore:
         cdef bint present
         cdef Bitset bits, maybe, known
         cdef PyObject *answer
-        if not self.pending_groups:
+        cdef list pending
+        pending = self.pending_groups
+        if not pending:
             raise PlanStateError("`feed` must follow a batch of keys, got answers to none")
         given = checked_answers(answers, self.expected)
-        for group, bits in self.pending_groups:
+        if self.pending_groups is not pending:  # an iterator's own code, or another thread
+            raise PlanStateError("`feed` must be given the answers once, got them while it read")
+        self.pending_groups = []
+        for group, bits in pending:
             namespaces = len(<tuple>self.builders[group])
             maybe = <Bitset>self.maybe[group]
             known = <Bitset>self.known[group]
@@ -381,7 +386,7 @@ cdef class LookupCore:
                 for j in range(namespaces):
                     answer = PyList_GET_ITEM(given, position)
                     position += 1
-                    if answer is not <PyObject *>_ONE and <object>answer != 1:
+                    if answer is not <PyObject *>_ONE:  # plain ints: there is one 1
                         present = False
                     else:
                         self.present += 1
@@ -390,7 +395,6 @@ cdef class LookupCore:
                     km_clear(maybe.words, bit)
                 bit = km_next(bits.words, bit + 1, bits.n, True)
         self.join_sets()
-        self.pending_groups = []
 
     cdef join_sets(self):
         # Sets of one group share its bitsets (joint_presence returns them as they are).
@@ -424,9 +428,18 @@ cdef class LookupCore:
 cdef object _ONE = 1
 
 
-cdef list checked_answers(object answers, Py_ssize_t expected):
-    """The store's answers as a list of our own, one integer per key."""
+cpdef list checked_answers(answers, Py_ssize_t expected):
+    """The store's answers as a new list of plain ints.
+
+    Args:
+        answers: Iterable of integers (NumPy's and bools too).
+        expected: How many there must be.
+
+    Raises:
+        StoreError: There are more or fewer, or one is no integer.
+    """
     cdef list given
+    cdef Py_ssize_t i
     try:
         given = list(answers)
     except TypeError:
@@ -437,7 +450,11 @@ cdef list checked_answers(object answers, Py_ssize_t expected):
         raise StoreError(
             f"the store must answer every key, got {len(given)} answers to {expected} keys"
         )
-    for item in given:
-        if type(item) is not int and not isinstance(item, _numbers.Integral):
+    for i in range(len(given)):
+        item = given[i]
+        if PyLong_CheckExact(item):
+            continue
+        if not isinstance(item, _numbers.Integral):
             raise StoreError(f"the store must answer with integers, got {item!r}")
+        given[i] = int.__add__(_operator.index(item), 0)
     return given
