@@ -17,9 +17,10 @@ import os
 import re
 import subprocess
 import sys
-import tarfile
 import tempfile
 from pathlib import Path
+
+from vllm_source import source
 
 # Tests that pass with stock vLLM, per file.
 PASSING = {
@@ -33,44 +34,9 @@ PROJECT = Path(__file__).resolve().parent.parent
 IN_PLACE = "import kvmask.vllm\n\nkvmask.vllm.install(lookup='exact')\n"
 
 
-def sources(version: str, folder: Path) -> Path:
-    """The unpacked source archive of a release, fetched once."""
-    there = folder / f"vllm-{version}"
-    if (there / "tests").is_dir():
-        return there
-    # `pip download` would build the archive to read its metadata, so its finder is asked instead.
-    from pip._internal.commands import create_command
-    from pip._internal.models.target_python import TargetPython
-    from pip._internal.network.download import Downloader
-
-    command = create_command("download", isolated=False)
-    options, _ = command.parse_args(["--no-deps", "--no-binary", ":all:", "vllm"])
-    with command.main_context():
-        session = command.get_default_session(options)
-        finder = command._build_package_finder(  # type: ignore[attr-defined]
-            options=options, session=session, target_python=TargetPython()
-        )
-        archives = [
-            found.link
-            for found in finder.find_all_candidates("vllm")
-            if str(found.version) == version and not found.link.is_wheel
-        ]
-        if not archives:
-            sys.exit(f"the package index has no source archive of vllm {version}")
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory() as scratch:
-            try:
-                path, _ = Downloader(session, "off", None)(archives[0], scratch)
-            except TypeError:  # older pip
-                path, _ = Downloader(session, "off")(archives[0], scratch)
-            with tarfile.open(path) as archive:
-                archive.extractall(folder, filter="data")
-    return there
-
-
-def run_file(name: str, source: Path, work: Path, args: argparse.Namespace) -> tuple[int, int]:
+def run_file(name: str, unpacked: Path, work: Path, args: argparse.Namespace) -> tuple[int, int]:
     """Passed and failed tests of one file."""
-    overlay = [] if args.version == INSTALLED else [str(source)]
+    overlay = [] if args.version == INSTALLED else [str(unpacked)]
     paths = [str(work), str(PROJECT), *overlay]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore"]
     if not args.stock:
@@ -102,14 +68,14 @@ def main() -> int:
     parser.add_argument("--sources", type=Path, default=PROJECT / "build" / "vllm-src")
     parser.add_argument("-k", dest="expression")
     args = parser.parse_args()
-    source = sources(args.version, args.sources)
+    unpacked = source(args.version, args.sources)
     total = bad = missing = 0
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
-        (work / "tests").symlink_to(source / "tests")
+        (work / "tests").symlink_to(unpacked / "tests")
         (work / "kvmask_in_place.py").write_text(IN_PLACE)
         for name, expected in PASSING[args.version].items():
-            passed, failed = run_file(name, source, work, args)
+            passed, failed = run_file(name, unpacked, work, args)
             total, bad = total + passed, bad + failed
             if not args.expression:
                 missing += max(0, expected - passed)
