@@ -2,6 +2,7 @@
 
 from kvmask.vllm.connector import KVMaskStoreConnector, install, uninstall
 from kvmask.vllm.coordinator import MooncakeStoreCoordinator
+from kvmask.vllm.hashing import request_block_hasher
 from kvmask.vllm.layouts import ChunkedTokenDatabase
 from kvmask.vllm.releases import (
     BlobBlockHashes,
@@ -21,5 +22,6 @@ __all__ = [
     "PoolKey",
     "chunk_hashes_for_block_size",
     "install",
+    "request_block_hasher",
     "uninstall",
 ]

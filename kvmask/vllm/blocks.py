@@ -28,7 +28,7 @@ def key_names(db: Any) -> KeyNames | None:
     layout = db.store_layout
     kept = db.__dict__.get("_kvmask_keys")
     if kept is not None and kept[0] is layout:
-        return kept[1]  # type: ignore[no-any-return]
+        return kept[1]
     names = None
     plain = getattr(type(db), "process_tokens", None) is StockDatabase.process_tokens
     if plain and "process_tokens" not in db.__dict__ and "key_for" not in layout.__dict__:

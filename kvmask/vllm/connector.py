@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvmask.vllm import coordinator, layouts, loading, saving, seams
+from kvmask.vllm import coordinator, hashing, layouts, loading, local, saving, seams
 from kvmask.vllm import lookup as lookups
 from kvmask.vllm.releases import (
     Release,
@@ -20,7 +20,8 @@ from kvmask.vllm.releases import (
 def replacements(release: Release) -> dict[str, Any]:
     """The functions that take the place of a release's, by seam."""
     table: dict[str, Any] = {
-        "worker.lookup": lookups.lookup if release.rules else lookups.lookup_by_length
+        "worker.lookup": lookups.lookup if release.rules else lookups.lookup_by_length,
+        "engine.block_hasher": hashing.request_block_hasher,
     }
     if release.rules:
         table |= {
@@ -119,11 +120,12 @@ class KVMaskStoreConnector(StockConnector):  # type: ignore[misc]
     """vLLM's MooncakeStoreConnector with kvmask's masks, lookups, saves and loads.
 
     Loaded by vLLM from ``"kv_connector": "KVMaskStoreConnector"`` and
-    ``"kv_connector_module_path": "kvmask.vllm"``. It reads one more entry of
-    ``kv_connector_extra_config``: ``"lookup"``, ``"staged"`` or ``"exact"``.
+    ``"kv_connector_module_path": "kvmask.vllm"``. It reads two more entries of
+    ``kv_connector_extra_config``: ``"lookup"``, ``"staged"`` or ``"exact"``, and ``"local_aware"``,
+    whether lookups leave out what the GPU holds (see kvmask.vllm.local).
 
     Raises:
-        ArgumentError: ``"lookup"`` is neither.
+        ArgumentError: An entry has another value.
         UnsupportedReleaseError: The installed vLLM is not as kvmask knows it.
     """
 
@@ -131,8 +133,23 @@ class KVMaskStoreConnector(StockConnector):  # type: ignore[misc]
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         strategy = lookups.check_strategy(extra.get("lookup", "staged"))
         current()
+        aware = local.check_option(extra.get("local_aware", False))
         super().__init__(vllm_config, role, kv_cache_config)
         adopt_worker(self.connector_worker, strategy)
         scheduler = self.connector_scheduler
         if scheduler is not None and getattr(scheduler, "_store_coord", None) is not None:
             adopt_coordinator(scheduler._store_coord)
+        self._kvmask_aware = aware and scheduler is not None
+        if self._kvmask_aware:
+            local.adopt_client(scheduler)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """As stock; a local-aware lookup is told what the GPU holds."""
+        if self._kvmask_aware:
+            local.tell(self.connector_scheduler, num_computed_tokens)
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
+            request, num_computed_tokens
+        )
+        return found

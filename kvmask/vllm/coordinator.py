@@ -37,7 +37,7 @@ def store_mask(
     rules = _mask_rules(self)
     prompt = num_prompt_tokens
     if rules is None or (prompt is not None and not current().boundaries(rules.eagle, prompt)):
-        return stock("coordinator.store_mask")(  # type: ignore[no-any-return]
+        return stock("coordinator.store_mask")(
             self, aligned_token_len, start_token, num_prompt_tokens
         )
     return rules.core.reach_masks(
@@ -53,7 +53,7 @@ def lookup_mask(self: Any, aligned_token_len: int) -> Masks:
     """
     rules = _mask_rules(self)
     if rules is None:
-        return stock("coordinator.lookup_mask")(self, aligned_token_len)  # type: ignore[no-any-return]
+        return stock("coordinator.lookup_mask")(self, aligned_token_len)
     return rules.core.reach_masks(aligned_token_len, 0, None, True, True)
 
 
@@ -61,7 +61,7 @@ def load_mask(self: Any, block_hashes: Sequence[bytes], token_len: int) -> tuple
     """Per group, the blocks that a hit of ``token_len`` fills."""
     rules = rules_of(self)
     if rules is None or token_len < 0 or len(block_hashes) * rules.hash_block < token_len:
-        return stock("coordinator.load_mask")(self, block_hashes, token_len)  # type: ignore[no-any-return]
+        return stock("coordinator.load_mask")(self, block_hashes, token_len)
     return rules.core.load_masks(token_len)
 
 
@@ -77,7 +77,7 @@ def find_longest_cache_hit(
     rules = rules_of(self)
     known = type(cached_block_pool) is ExternalCachedBlockPool and is_plain(block_hashes)
     if rules is None or max_length < 0 or not known:
-        return stock("coordinator.find_longest_cache_hit")(  # type: ignore[no-any-return]
+        return stock("coordinator.find_longest_cache_hit")(
             self, block_hashes, max_length, cached_block_pool, apply_eagle=apply_eagle
         )
     exists = cached_block_pool._exists

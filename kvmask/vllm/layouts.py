@@ -76,7 +76,7 @@ def _rank_local(layout: Any) -> Tables | None:
     bases, lengths = layout.kv_caches_base_addr, layout.block_len
     kept = layout.__dict__.get("_kvmask_tables")
     if kept is not None and kept[0] == bases and kept[1] == lengths:
-        return kept[2]  # type: ignore[no-any-return]
+        return kept[2]
     tables = None
     try:
         rows = [(b, n, n) for b, n in zip(bases, _repeat(lengths, len(bases)), strict=True)]
@@ -95,7 +95,7 @@ def _sharded(layout: Any) -> Tables | None:
     parts = (layout._shard_addr_bases, layout._shard_block_strides, layout._shard_sizes)
     kept = layout.__dict__.get("_kvmask_tables")
     if kept is not None and all(a is b for a, b in zip(kept[0], parts, strict=True)):
-        return kept[1]  # type: ignore[no-any-return]
+        return kept[1]
     tables = None
     try:
         shards = [
@@ -125,7 +125,7 @@ def rank_local_values(
         return [], [], []
     tables = _rank_local(self)
     if tables is None:
-        return _stock_values(self, chunks, block_ids, shard_ids)  # type: ignore[no-any-return]
+        return _stock_values(self, chunks, block_ids, shard_ids)
     if shard_ids is not None and (len(shard_ids) != len(chunks) or any(shard_ids)):
         raise AlignmentError(
             f"`shard_ids` must hold one 0 per chunk, got {len(shard_ids)} for {len(chunks)} chunks"
@@ -177,7 +177,7 @@ def sharded_values(
         or any(not 0 <= s < held for s in shards)
     ):
         # Stock names what is wrong with the arguments.
-        return stock("sharded_layout.prepare_values")(self, chunks, block_ids, shard_ids)  # type: ignore[no-any-return]
+        return stock("sharded_layout.prepare_values")(self, chunks, block_ids, shard_ids)
     ids = [int(block_ids[start // block]) for start, _ in chunks]
     addresses, sizes, _ = tables.some(ids, shards)
     return addresses, sizes, ids

@@ -14,6 +14,7 @@ from typing import Any
 from kvmask._core import Bitset, HitHints, KeyBuilder, LookupCore, build_keys
 from kvmask.errors import ArgumentError, KVMaskError
 from kvmask.plan import STRATEGIES
+from kvmask.vllm.local import unpack
 from kvmask.vllm.releases import (
     ExternalCachedBlockPool,
     PoolKey,
@@ -50,7 +51,7 @@ def _names(worker: Any) -> tuple[Rules, list[tuple[KeyBuilder, ...]]] | None:
     prefixes = worker._lookup_key_prefixes
     kept = worker.__dict__.get("_kvmask_names")
     if kept is not None and kept[0] is rules and kept[1] is prefixes:
-        return kept[2]  # type: ignore[no-any-return]
+        return kept[2]
     names = None
     groups = list(zip(worker._kv_cache_groups, worker.token_dbs, strict=True))
     agree = len(groups) == len(rules.cacheable) == len(prefixes) and (
@@ -84,6 +85,7 @@ def lookup(self: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
     raises, or does not answer every key, gives no hit.
     """
     release = current()
+    num_tokens, local_tokens = unpack(num_tokens)
     if self._capacity_only or num_tokens <= 0 or not block_hashes:
         return release.lookup_result(0, ())
     names = _names(self) if is_plain(block_hashes) else None
@@ -95,7 +97,9 @@ def lookup(self: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
     hints = _hints(self) if staged else None
     units = rules.hash_block, rules.unit
     hint = 0 if hints is None else hints.predict(hashes, *units, num_tokens - 1)
-    search = LookupCore(rules.core, builders, hashes, num_tokens, staged=staged, hint=hint)
+    search = LookupCore(
+        rules.core, builders, hashes, num_tokens, local_tokens, staged=staged, hint=hint
+    )
     while keys := search.next_keys():
         start = time.perf_counter()
         try:

@@ -51,6 +51,7 @@ StockConnector: Any = _find(_STORE + "connector", "MooncakeStoreConnector", _Abs
 StockWorker: Any = _find(_STORE + "worker", "MooncakeStoreWorker", _Absent)
 StockSending: Any = _find(_STORE + "worker", "KVCacheStoreSendingThread", _Absent)
 StockReceiving: Any = _find(_STORE + "worker", "KVCacheStoreRecvingThread", _Absent)
+StockClient: Any = _find(_STORE + "worker", "LookupKeyClient", _Absent)
 StockDatabase: Any = _find(_STORE + "data", "ChunkedTokenDatabase", _Absent)
 RankLocalLayout: Any = _find(_STORE + "data", "RankLocalStoreLayout", _Absent)
 ShardedLayout: Any = _find(_STORE + "data", "TPShardedStoreLayout", _Absent)
@@ -67,6 +68,8 @@ staging_bytes: Any = _find(_STORE + "worker", "_estimate_disk_offload_staging_by
 split_batches: Any = _find(_STORE + "worker", "_split_disk_offload_load_batches")
 replica_tiers: Any = _find(_STORE + "worker", "_get_replica_tiers_by_key")
 log_tiers: Any = _find(_STORE + "worker", "_log_mooncake_load_tier_summary")
+LOOKUP_MSG: bytes = _find(_STORE + "protocol", "LOOKUP_MSG", b"")
+decode_lookup_response: Any = _find(_STORE + "protocol", "decode_lookup_response")
 _LookupResult: Any = _find(_STORE + "data", "MooncakeLookupResult")
 _TailBoundary: Any = _find(_STORE + "data", "TailKeyBoundary")
 
@@ -245,5 +248,12 @@ sending.finish - - 32742158e1 32742158e1
 sending.saved - - 8c6a50300a 8c6a50300a
 receiving.init - - d727e42595 d727e42595
 receiving.report - - d869be5935 d869be5935
+core.block_hasher d1e20a3599 d1e20a3599 6d5800ff3c 300c28bc4c
+core.hash_block_tokens 8e2dca03c9 8e2dca03c9 8e2dca03c9 8e2dca03c9
+core.extra_keys 99dc15c98e 99dc15c98e fa6bc5040a fa6bc5040a
+hashing.sha256 7e489d2920 7e489d2920 7e489d2920 7e489d2920
+hashing.sha256_cbor 13cf39b8e5 13cf39b8e5 13cf39b8e5 13cf39b8e5
+hashing.xxhash 05af98f6fa 05af98f6fa 05af98f6fa 05af98f6fa
+hashing.xxhash_cbor ec250c0868 ec250c0868 ec250c0868 ec250c0868
 connector.init - c27f172b82 c402053a1d c402053a1d
 """

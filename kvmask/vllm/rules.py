@@ -162,7 +162,7 @@ def rules_of(coord: Any) -> Rules | None:
     if kept is not None:
         old, known = kept
         if old[0] is stamp[0] and old[1] is stamp[1] and old[2:] == stamp[2:]:
-            return known  # type: ignore[no-any-return]
+            return known
     try:
         rows = _rows(coord)
         rules = None if rows is None else Rules(coord, rows, stamp)

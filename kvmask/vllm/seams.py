@@ -32,6 +32,7 @@ PATHS: dict[str, str] = {
     "coordinator.load_mask": _STORE + "coordinator:MooncakeStoreCoordinator.load_mask",
     "coordinator.find_longest_cache_hit": _STORE
     + "coordinator:MooncakeStoreCoordinator.find_longest_cache_hit",
+    "engine.block_hasher": "vllm.v1.engine.core:get_request_block_hasher",
     "worker.lookup": _STORE + "worker:MooncakeStoreWorker.lookup",
     "sending.handle_request": _STORE + "worker:KVCacheStoreSendingThread._handle_request",
     "receiving.handle_request": _STORE + "worker:KVCacheStoreRecvingThread._handle_request",
@@ -39,6 +40,13 @@ PATHS: dict[str, str] = {
     "sharded_layout.prepare_values": _STORE + "data:TPShardedStoreLayout.prepare_values",
     "database.prepare_values": _STORE + "data:ChunkedTokenDatabase.prepare_values",
     # relied on: what the core computes instead of them, and what replaced code calls
+    "core.block_hasher": _CORE + "kv_cache_utils:get_request_block_hasher",
+    "core.hash_block_tokens": _CORE + "kv_cache_utils:hash_block_tokens",
+    "core.extra_keys": _CORE + "kv_cache_utils:generate_block_hash_extra_keys",
+    "hashing.sha256": "vllm.utils.hashing:sha256",
+    "hashing.sha256_cbor": "vllm.utils.hashing:sha256_cbor",
+    "hashing.xxhash": "vllm.utils.hashing:xxhash",
+    "hashing.xxhash_cbor": "vllm.utils.hashing:xxhash_cbor",
     "coordinator.init": _STORE + "coordinator:MooncakeStoreCoordinator.__init__",
     "coordinator.split": _STORE
     + "coordinator:MooncakeStoreCoordinator._verify_and_split_kv_cache_groups",
@@ -109,8 +117,15 @@ def _plain(function: Any) -> Any:
 _stock: dict[str, Any] = {}
 
 
+# The name that another module imported a seam by. Its module is heavy, and is only looked at when
+# something is put in place.
+ALIASES = {"engine.block_hasher": "core.block_hasher"}
+
+
 def _capture() -> None:
     for name in PATHS:
+        if name in ALIASES:
+            continue
         place = _owner(name)
         if place is not None:
             _stock.setdefault(name, vars(place[0])[place[1]])
@@ -172,6 +187,7 @@ def place(replacements: Mapping[str, Any]) -> None:
             if where is None:
                 raise UnsupportedReleaseError(f"{PATHS[name]} is gone")
             now = vars(where[0])[where[1]]
+            _stock.setdefault(name, _stock.get(ALIASES.get(name, name)))
             if now is not _stock[name] and now is not _placed.get(name):
                 raise UnsupportedReleaseError(f"{PATHS[name]} was replaced by somebody else")
         done: list[str] = []
