@@ -1,8 +1,11 @@
 #!/usr/bin/env python3
 """Serve prompts with the real vLLM engine through a real Mooncake store, stock and with kvmask.
 
-    python scripts/vllm_engine.py llama            # stock, then kvmask with both strategies
+    python scripts/vllm_engine.py llama            # stock, then kvmask in all its ways
     python scripts/vllm_engine.py gemma
+
+kvmask's sides are the connector with `"lookup": "staged"`, `"exact"`, and `"local_aware"` (local),
+and stock's own connector after `kvmask.vllm.install()` (installed), block hasher included.
 
 The models are tiny and have random weights. Every side stores the prompts' blocks, drops the
 engine's own prefix cache and serves the prompts again. The sides must agree on the tokens of both
@@ -22,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-SIDES = ("stock", "staged", "exact")
+SIDES = ("stock", "staged", "exact", "local", "installed")
 MOST_DRIFT = 1e-3
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -84,13 +87,13 @@ def checkpoint(folder: Path, model: str) -> None:
 
 
 def connector(side: str) -> dict[str, Any]:
-    if side == "stock":
+    if side in ("stock", "installed"):
         return {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
     return {
         "kv_connector": "KVMaskStoreConnector",
         "kv_connector_module_path": "kvmask.vllm",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"lookup": side},
+        "kv_connector_extra_config": {"local_aware": True} if side == "local" else {"lookup": side},
     }
 
 
@@ -115,6 +118,10 @@ def serve(model: str, side: str) -> dict[str, Any]:
             )
         )
         os.environ["MOONCAKE_CONFIG_PATH"] = str(settings)
+        if side == "installed":
+            import kvmask.vllm
+
+            kvmask.vllm.install()
         from vllm import LLM, SamplingParams
         from vllm.config import KVTransferConfig
 

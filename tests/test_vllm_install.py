@@ -296,3 +296,14 @@ def test_stock_objects_become_kvmasks() -> None:
     worker.coord = object.__new__(theirs)
     connector.adopt_worker(worker, "exact")
     assert type(worker.coord) is theirs
+
+
+def test_the_engine_hashes_blocks_with_it_while_it_is_installed() -> None:
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.engine import core
+
+    stock = kv_cache_utils.get_request_block_hasher
+    kvmask.vllm.install()
+    assert core.get_request_block_hasher is kvmask.vllm.request_block_hasher
+    kvmask.vllm.uninstall()
+    assert core.get_request_block_hasher is stock is kv_cache_utils.get_request_block_hasher
