@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvmask.cli_key import add_key_command
+from kvmask.cli_numbers import natural, number, positive
 from kvmask.errors import ArgumentError, KVMaskError
 
 
@@ -24,7 +27,7 @@ def hushed() -> Iterator[None]:
             os.dup2(log.fileno(), 2)
             try:
                 yield
-            except BaseException:
+            except Exception:
                 os.dup2(saved, 2)
                 log.seek(0)
                 sys.stderr.write(log.read().decode("utf-8", "replace"))
@@ -54,9 +57,9 @@ class GroupAction(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         try:
-            numbers = [int(word) for word in str(values).split(",")]
-        except ValueError:
-            parser.error(f"{option_string} takes numbers, got {values!r}")
+            numbers = [positive(word) for word in str(values).split(",")]
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
         wanted = 2 if self.dest in ("swa", "chunked") else 1
         if len(numbers) != wanted:
             parser.error(f"{option_string} takes {self.metavar}, got {values!r}")
@@ -111,6 +114,11 @@ def run_explain(args: argparse.Namespace) -> int:
         retention_interval=args.retention,
         partial_hits=args.partial,
     )
+    if args.tokens < coord.hit_alignment:
+        raise ArgumentError(
+            f"`--tokens` must be at least {coord.hit_alignment}, what hits are multiples of, "
+            f"got {args.tokens}"
+        )
     print(
         explain.explain(
             coord,
@@ -126,8 +134,16 @@ def run_explain(args: argparse.Namespace) -> int:
 def run_bench(args: argparse.Namespace) -> int:
     from kvmask import measure
 
-    print(f"{'shape':12} {'tokens':>8}  {'step':24} {'µs':>10} {'items':>8} {'ns each':>8}")
-    for shape in args.shape or measure.SHAPES:
+    shapes = args.shape or list(measure.SHAPES)
+    for shape in shapes:
+        least = max(group.block_size for group in measure.SHAPES[shape][0])
+        for tokens in args.tokens:
+            if tokens < least:
+                raise ArgumentError(
+                    f"`--tokens` must be at least {least} for {shape!r}, got {tokens}"
+                )
+    print(f"{'shape':12} {'tokens':>8}  {'step':24} {'us':>10} {'items':>8} {'ns each':>8}")
+    for shape in shapes:
         for tokens in args.tokens:
             for step, seconds, items in measure.measure(shape, tokens, args.repeat):
                 each = seconds * 1e9 / max(1, items)
@@ -148,7 +164,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.set_defaults(run=run_doctor)
 
     demo = commands.add_parser("demo", help="save, look up and load a request on this machine")
-    demo.add_argument("--tokens", type=int, default=32_768)
+    demo.add_argument("--tokens", type=number(1, 1 << 20), default=32_768)
     demo.add_argument("--memory", choices=["auto", "torch", "numpy"], default="auto")
     demo.set_defaults(run=run_demo)
 
@@ -160,41 +176,107 @@ def build_parser() -> argparse.ArgumentParser:
         ("mamba", "BLOCK", "a state group"),
     ):
         explain.add_argument(f"--{name}", action=GroupAction, metavar=metavar, help=text)
-    explain.add_argument("--hash-block", type=int, required=True, metavar="TOKENS")
-    explain.add_argument("--tokens", type=int, required=True)
+    explain.add_argument("--hash-block", type=positive, required=True, metavar="TOKENS")
+    explain.add_argument("--tokens", type=positive, required=True)
     explain.add_argument(
-        "--eagle", type=int, nargs="*", metavar="GROUP", help="EAGLE groups; all when none is named"
+        "--eagle",
+        type=natural,
+        nargs="*",
+        metavar="GROUP",
+        help="EAGLE groups; all when none is named",
     )
-    explain.add_argument("--retention", type=int, metavar="TOKENS")
-    explain.add_argument("--alignment", type=int, metavar="TOKENS")
+    explain.add_argument("--retention", type=natural, metavar="TOKENS")
+    explain.add_argument("--alignment", type=positive, metavar="TOKENS")
     explain.add_argument("--partial", action="store_true", help="hits may end inside a block")
-    explain.add_argument("--start", type=int, default=0, help="first token of the store masks")
-    explain.add_argument("--prompt", type=int, help="tokens of the prompt, for sparse retention")
-    explain.add_argument("--width", type=int, default=64, help="characters per picture")
+    explain.add_argument("--start", type=natural, default=0, help="first token of the store masks")
+    explain.add_argument(
+        "--prompt", type=positive, help="tokens of the prompt, for sparse retention"
+    )
+    explain.add_argument(
+        "--width", type=number(1, 10_000), default=64, help="characters per picture"
+    )
     explain.set_defaults(run=run_explain, groups=None)
 
     bench = commands.add_parser("bench", help="time the hot path, without a store")
     bench.add_argument("--shape", action="append", choices=["DeepSeek-V4", "Gemma", "full 16"])
-    bench.add_argument("--tokens", type=int, nargs="+", default=[8_192, 131_072])
-    bench.add_argument("--repeat", type=int, default=5)
+    bench.add_argument("--tokens", type=number(1, 1 << 22), nargs="+", default=[8_192, 131_072])
+    bench.add_argument("--repeat", type=number(1, 1_000_000), default=5, help="runs of each step")
     bench.set_defaults(run=run_bench)
 
     add_key_command(commands)
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
-    args = build_parser().parse_args(argv)
-    # The client logs each line of its set-up; it reads this when it is imported.
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+def _end(signum: int, frame: Any) -> None:
+    raise SystemExit(128 + signum)
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind like Ctrl-C, so that what a command started is stopped."""
+    saved = []
+    if threading.current_thread() is threading.main_thread():
+        for signum in (signal.SIGTERM, signal.SIGHUP):
+            # Not where the caller ignores it, as nohup does, or has a handler of its own.
+            if signal.getsignal(signum) is signal.SIG_DFL:
+                saved.append(signum)
+                signal.signal(signum, _end)
+    try:
+        yield
+    finally:
+        for signum in saved:
+            signal.signal(signum, signal.SIG_DFL)
+
+
+def prepare_streams() -> None:
+    """Make printing safe: no stream missing, no character that the encoding lacks."""
+    # A closed descriptor would be given to the next file opened, and get what is printed.
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.dup(fd), "w"))
+    for stream in (sys.stdout, sys.stderr):
+        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_stdout() -> None:
+    """Point stdout nowhere: what is left in its buffer would fail again at the exit."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 1)
+    os.close(devnull)
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         status: int = args.run(args)
+        sys.stdout.flush()
+        return status
     except KVMaskError as error:
         print(f"kvmask: {error}", file=sys.stderr)
-        return 1
     except BrokenPipeError:
-        # The reader of the pipe has gone, as `| head` does; nothing more may be written to it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 1
-    return status
+        _drop_stdout()  # the reader has gone, as `| head` does
+    except OSError as error:
+        print(f"kvmask: {error}", file=sys.stderr)
+    except MemoryError as error:
+        print(f"kvmask: not enough memory: {error}", file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop_stdout()
+    return 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status: 130 after Ctrl-C, 143 after SIGTERM."""
+    prepare_streams()
+    args = build_parser().parse_args(argv)
+    with ended_by_signals():
+        try:
+            return _run(args)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvmask._core import BlockHashes
 from kvmask._schema import KeySchema
+from kvmask.cli_numbers import natural, positive
 from kvmask.errors import ArgumentError, KeyFormatError, KeyFormatWarning
 from kvmask.extra_keys import block_extra_keys
 from kvmask.hashes import ALGORITHMS, hash_tokens, start_hash
@@ -47,17 +48,37 @@ SHORT = {
 
 def read_tokens(path: str) -> list[int]:
     """Token ids from a JSON list or from numbers apart by commas or white space; "-" is stdin."""
+    if path == "-" and sys.stdin is None:
+        raise ArgumentError("`--tokens` must be readable, got - and a closed standard input")
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text()
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(
             f"`--tokens` must name a readable file, got {path!r}: {error}"
         ) from None
-    words = [word for word in re.split(r"[\s,\[\]]+", text) if word]
-    try:
-        return [int(word) for word in words]
-    except ValueError as error:
-        raise ArgumentError(f"`--tokens` must hold integers: {error}") from None
+    values: Any
+    if text.lstrip()[:1] in ("[", "{", '"'):
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ArgumentError(f"`--tokens` must hold integers: {error}") from None
+        if not isinstance(values, list):
+            kind = "an object" if isinstance(values, dict) else "text"
+            raise ArgumentError(f"`--tokens` must hold a JSON list of integers, got {kind}")
+    else:
+        values = [word for word in re.split(r"[\s,]+", text) if word]
+    return [token_id(value, i) for i, value in enumerate(values)]
+
+
+def token_id(value: object, i: int) -> int:
+    """One integer of a token file."""
+    if type(value) is int:
+        return value
+    if isinstance(value, str) and re.fullmatch(r"-?\d{1,30}", value, re.ASCII):
+        return int(value)
+    shown = repr(value)
+    shown = shown if len(shown) <= 40 else f"{shown[:40]}..."
+    raise ArgumentError(f"`--tokens` must hold integers, got {shown} at index {i}")
 
 
 def schema_fields(engine: str) -> dict[str, Any]:
@@ -126,7 +147,7 @@ def make_hashes(args: argparse.Namespace, tokens: list[int]) -> tuple[BlockHashe
         return lmcache_chunk_hashes(tokens, size, algorithm, args.seed, objects), size, 1
     block = args.block_size or 16
     size = args.hash_block or block
-    if size < 1 or block % size:
+    if block % size:
         raise ArgumentError(
             f"`--block-size` must be a multiple of `--hash-block`, got {block} and {size}"
         )
@@ -193,14 +214,45 @@ def run_key(args: argparse.Namespace) -> int:
     return status
 
 
+# Options that only say how to make keys, and the engines that have them.
+MAKING: dict[str, tuple[str, ...]] = {
+    "tokens": tuple(ENGINES),
+    "block_size": tuple(ENGINES),
+    "hash_block": ("vllm", "ascend", "strict"),
+    "algorithm": tuple(name for name in ENGINES if name != "sglang"),
+    "seed": tuple(name for name in ENGINES if name != "sglang"),
+    "salt": ("vllm", "ascend", "strict", "sglang"),
+    "adapter": ("vllm", "ascend", "strict"),
+}
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Refuse what would be passed over in silence."""
+    for option, engines in MAKING.items():
+        if getattr(args, option) is None:
+            continue
+        name = f"--{option.replace('_', '-')}"
+        if args.keys:
+            raise ArgumentError(
+                f"`{name}` makes keys, and KEY is one to take apart: give one of them, "
+                f"got {getattr(args, option)!r} and {args.keys[0]!r}"
+            )
+        if args.engine not in engines:
+            raise ArgumentError(
+                f"`{name}` must not be given for {args.engine!r}, whose keys do not depend on it"
+            )
+
+
 def _run(args: argparse.Namespace) -> int:
     if args.keys:
+        check_options(args)
         engines = [args.engine] if args.engine else list(ENGINES)
         read = [show_parts(key, engines, args.json) for key in args.keys]
         return 0 if all(read) else 1
     if args.tokens is None:
         raise ArgumentError("`key` needs keys to take apart, or `--tokens` to make some")
     args.engine = args.engine or "vllm"
+    check_options(args)
     tokens = read_tokens(args.tokens)
     schema = make_schema(args)
     hashes, size, scale = make_hashes(args, tokens)
@@ -237,16 +289,19 @@ def add_key_command(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--engine", choices=list(ENGINES), help="default: vllm")
     parser.add_argument("--release", help="of the engine, as in 0.32")
     parser.add_argument("--model")
-    parser.add_argument("--tp-rank", type=int, metavar="RANK")
-    parser.add_argument("--pp-rank", type=int, metavar="RANK")
-    parser.add_argument("--group", type=int, metavar="INDEX", help="KV cache group")
+    parser.add_argument("--tp-rank", type=natural, metavar="RANK")
+    parser.add_argument("--pp-rank", type=natural, metavar="RANK")
+    parser.add_argument("--group", type=natural, metavar="INDEX", help="KV cache group")
     parser.add_argument(
         "--set", action="append", metavar="NAME=VALUE", help="any other part of the key"
     )
     parser.add_argument("--tokens", metavar="FILE", help="token ids, JSON or plain; - is stdin")
-    parser.add_argument("--block-size", type=int, metavar="TOKENS", help="tokens per key")
+    parser.add_argument("--block-size", type=positive, metavar="TOKENS", help="tokens per key")
     parser.add_argument(
-        "--hash-block", type=int, metavar="TOKENS", help="tokens per hash; default: --block-size"
+        "--hash-block",
+        type=positive,
+        metavar="TOKENS",
+        help="tokens per hash; default: --block-size",
     )
     parser.add_argument("--algorithm", help="hash algorithm; default: the engine's own")
     parser.add_argument("--seed", help="text of the start hash; default: as the engine")

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from kvmask import mooncake
 from kvmask.coordinator import Coordinator, Hit
-from kvmask.errors import AlignmentError, MissingDependencyError
+from kvmask.errors import AlignmentError, ArgumentError, MissingDependencyError
 from kvmask.explain import describe
 from kvmask.groups import FullAttention, Group, SlidingWindow
 from kvmask.hashes import hash_tokens
@@ -38,6 +38,7 @@ HASH_BLOCK = 4
 LAYERS = 2  # per group
 BYTES_PER_TOKEN = 16  # per layer
 MODEL = "DeepSeek-V4"
+MAX_TOKENS = 1 << 20  # what is stored of them must fit the pool, 256 MiB
 
 _GROUP_OF_KEY = re.compile(r"@group:(\d+)@")
 T = TypeVar("T")
@@ -119,6 +120,8 @@ class Memory:
         self.torch: Any = None
         self.numpy: Any = None
         self.device = "cpu"
+        if prefer not in ("auto", "torch", "numpy"):
+            raise ArgumentError(f"`memory` must be auto, torch or numpy, got {prefer!r}")
         if prefer in ("auto", "torch") and importlib.util.find_spec("torch"):
             import torch
 
@@ -130,8 +133,9 @@ class Memory:
 
             self.numpy = numpy
         else:
-            wanted = "NumPy or torch" if prefer == "auto" else prefer
-            raise MissingDependencyError(f"the demo needs {wanted}: pip install 'kvmask[numpy]'")
+            wanted = {"auto": "NumPy or torch", "numpy": "NumPy"}.get(prefer, prefer)
+            extra = "torch" if prefer == "torch" else "numpy"
+            raise MissingDependencyError(f"the demo needs {wanted}: pip install 'kvmask[{extra}]'")
 
     @property
     def name(self) -> str:
@@ -256,6 +260,8 @@ def run(
         raise AlignmentError(
             f"`tokens` must be a positive multiple of {coord.alignment}, got {num_tokens}"
         )
+    if num_tokens > MAX_TOKENS:
+        raise ArgumentError(f"`tokens` must be at most {MAX_TOKENS}, got {num_tokens}")
     tensors = Memory(memory)
     blocks = [num_tokens // g.block_size for g in coord.groups]
     tokens = random.Random(7).choices(range(129_280), k=num_tokens + 1)

@@ -9,6 +9,8 @@ from kvmask.errors import ArgumentError
 from kvmask.groups import ChunkedLocal, Group, Mamba, SlidingWindow
 
 ALL, SOME, NONE = "#", "+", "."
+# Of all groups together: their three masks then take 100 MB.
+MAX_BLOCKS = 1 << 28
 
 
 def describe(group: Group) -> str:
@@ -33,13 +35,16 @@ def describe(group: Group) -> str:
     return text if group.prefix_cacheable else text + ", not cacheable"
 
 
-def strip(mask: Sequence[bool] | None, num_blocks: int, width: int = 64) -> str:
+def strip(
+    mask: Sequence[bool] | None, num_blocks: int, width: int = 64, first_block: int = 0
+) -> str:
     """Draw a mask in at most `width` characters: all set, some set, none set.
 
     Args:
-        mask: One bit per block; None means all set.
-        num_blocks: Blocks it covers.
+        mask: One bit per block from `first_block` on; None means all of those set.
+        num_blocks: Blocks that are drawn.
         width: Characters; every one stands for equally many blocks, the last for the rest.
+        first_block: Where the mask begins; blocks before it are drawn as none.
 
     >>> strip([False, False, True, True], 4), strip(None, 3)
     ('..##', '###')
@@ -52,7 +57,12 @@ def strip(mask: Sequence[bool] | None, num_blocks: int, width: int = 64) -> str:
     cells = []
     for start in range(0, num_blocks, step):
         stop = min(start + step, num_blocks)
-        hits = stop - start if mask is None else sum(mask[start:stop])
+        low, high = max(start, first_block), max(stop, first_block)
+        if mask is None:
+            hits = high - low
+        else:
+            # Counted in the bitset: a list of its bools would take eight bytes per bit.
+            hits = mask[low - first_block : high - first_block].count(True)
         cells.append(ALL if hits == stop - start else SOME if hits else NONE)
     return "".join(cells)
 
@@ -74,8 +84,17 @@ def explain(
         num_prompt_tokens: Length of the prompt, for the replay boundaries of sparse retention;
             None is `num_tokens`.
         width: Characters per picture.
+
+    Raises:
+        ArgumentError: There are more than `MAX_BLOCKS` blocks.
     """
     length = coord.align(num_tokens)
+    blocks = sum(-(-length // g.block_size) for g in coord.groups if g.prefix_cacheable)
+    if blocks > MAX_BLOCKS:
+        raise ArgumentError(
+            f"`tokens` must give at most {MAX_BLOCKS} blocks, got {blocks} for {num_tokens} tokens"
+        )
+    tokens = str(length) if length == num_tokens else f"{length} of {num_tokens}"
     prompt = num_tokens if num_prompt_tokens is None else num_prompt_tokens
     masks = {
         "store": coord.store_mask(length, start_token, prompt),
@@ -84,7 +103,7 @@ def explain(
     }
     retention = "dense" if coord.retention_interval is None else str(coord.retention_interval)
     lines = [
-        f"{length} tokens, hash blocks of {coord.hash_block_size}, alignment {coord.alignment}, "
+        f"{tokens} tokens, hash blocks of {coord.hash_block_size}, alignment {coord.alignment}, "
         f"retention {retention}" + (", partial hits" if coord.partial_hits else ""),
         f"{ALL} all blocks of a cell, {SOME} some, {NONE} none",
     ]
@@ -97,8 +116,7 @@ def explain(
             first = -(-start_token // group.block_size) if name == "store" else 0
             mask, count = per_group[g], max(0, total - first)
             used = count if mask is None else mask.count()
-            # What lies before a suffix mask is not stored again: drawn as none.
-            whole = [False] * first + (list(mask) if mask is not None else [True] * count)
-            picture = strip(whole, total, width)
+            # What lies before a suffix mask is not stored again.
+            picture = strip(mask, total, width, first)
             lines.append(f"  {name:6} {picture}  {used} of {count}")
     return "\n".join(lines)

@@ -27,7 +27,7 @@ import operator
 import os
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from kvmask import _core
 from kvmask._cbor import canonical_cbor
@@ -318,6 +318,8 @@ def hash_tokens(
 class BlockHasher:
     """Block hashes of a request that grows.
 
+    For one thread at a time. A copy goes on by itself, from the tokens seen so far.
+
     Args:
         block_size: Tokens per hash block.
         algorithm: One of ``ALGORITHMS``.
@@ -350,6 +352,12 @@ class BlockHasher:
         self._last = own if own is not None else start_hash(algorithm, seed)
         self._tail: list[int] = []
         self.hashes: list[bytes] = []
+
+    def __copy__(self) -> Self:
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        made._tail, made.hashes = list(self._tail), list(self.hashes)
+        return made
 
     @property
     def num_tokens(self) -> int:

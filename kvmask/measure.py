@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from kvmask._core import Bitset, BlockHashes
 from kvmask.coordinator import Coordinator
+from kvmask.errors import ArgumentError
 from kvmask.groups import FullAttention, Group, SlidingWindow
 from kvmask.keys import VllmKeys
 from kvmask.layout import KVLayout
@@ -33,6 +34,8 @@ SHAPES: dict[str, tuple[Sequence[Group], int]] = {
     "full 16": ((FullAttention(16),), 16),
 }
 REGIONS = 61
+# Addresses of all blocks in all regions are Python ints: about 2 GB at this length.
+MAX_TOKENS = 1 << 22
 
 
 def best(call: Callable[[], object], repeat: int) -> float:
@@ -60,14 +63,26 @@ def measure(shape: str, num_tokens: int, repeat: int = 5) -> list[tuple[str, flo
 
     Args:
         shape: A name of `SHAPES`.
-        num_tokens: Tokens of the request; everything is present.
+        num_tokens: Tokens of the request, cut down to what a hit can be; everything is present.
         repeat: Runs of each step; the fastest counts.
+
+    Raises:
+        ArgumentError: An unknown shape, too few or too many tokens, or no runs.
 
     Returns:
         (step, seconds, keys or blocks it handled) per step.
     """
+    if shape not in SHAPES:
+        raise ArgumentError(f"`shape` must be one of {', '.join(SHAPES)}, got {shape!r}")
     groups, hash_block = SHAPES[shape]
     coord = Coordinator(groups, hash_block_size=hash_block)
+    if repeat < 1:
+        raise ArgumentError(f"`repeat` must be at least 1, got {repeat}")
+    if not coord.alignment <= num_tokens <= MAX_TOKENS:
+        raise ArgumentError(
+            f"`tokens` must be from {coord.alignment} to {MAX_TOKENS} for {shape!r}, "
+            f"got {num_tokens}"
+        )
     num_tokens = coord.align(num_tokens)
     digests = random.Random(0).randbytes(num_tokens // hash_block * 32)
     hashes = BlockHashes(digests, 32)

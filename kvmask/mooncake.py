@@ -23,15 +23,15 @@ import enum
 import importlib
 import importlib.util
 import json
-import math
 import os
 import re
+import reprlib
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from kvmask.errors import ArgumentError, MissingDependencyError, StoreError
 
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 CONFIG_ENV = "MOONCAKE_CONFIG_PATH"
 # vLLM's override of the name under which other machines reach this client.
 HOSTNAME_ENV = "MOONCAKE_REQUESTER_LOCAL_HOSTNAME"
+# The client's own log level, read when its library is loaded.
+LOG_ENV = "MC_LOG_LEVEL"
+MAX_SIZE = (1 << 63) - 1
 GIB = 1 << 30
 MIB = 1 << 20
 SYSTEM_PACKAGES = ("libibverbs1", "librdmacm1", "libnuma1")
@@ -138,13 +141,15 @@ def parse_size(value: object, name: str = "size") -> int:
         match = _SIZE.fullmatch(value.strip().lower())
         if match:
             size = float(match[1]) * _UNITS[match[2] or "b"] if "." in match[1] else None
-            if size is None:
-                return int(match[1]) * _UNITS[match[2] or "b"]
-    elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            if size is None and len(match[1]) <= 20:
+                size = int(match[1]) * _UNITS[match[2] or "b"]
+    elif isinstance(value, int | float) and not isinstance(value, bool):
         size = value
-    if size is None or size < 0:
+    # A comparison is False for NaN, and exact for integers of any length.
+    if size is None or not 0 <= size <= MAX_SIZE:
+        shown = reprlib.repr(value)
         raise ArgumentError(
-            f"`{name}` must be a number of bytes or text such as '4GB', got {value!r}"
+            f"`{name}` must be a number of bytes or text such as '4GB', got {shown}"
         )
     return int(size)
 
@@ -172,6 +177,14 @@ class StoreConfig:
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise ArgumentError(f"`{name}` must be text, got {value!r}")
+        for name in ("global_segment_size", "local_buffer_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value > MAX_SIZE:
+                raise ArgumentError(
+                    f"`{name}` must be an integer up to 2**63 - 1, got {reprlib.repr(value)}"
+                )
+        if not isinstance(self.tenant_id, str):
+            raise ArgumentError(f"`tenant_id` must be text, got {self.tenant_id!r}")
         if not self.master_server_address:
             raise ArgumentError("`master_server_address` must name the master as host:port, got ''")
         if self.mode not in ("embedded", "standalone-store"):
@@ -234,7 +247,7 @@ class LocalMaster:
         address: Its RPC address, "127.0.0.1:port".
         metrics_url: Where it answers HTTP: /health, /metrics.
         pid: Its process id.
-        log_path: Its log, removed when it stops.
+        log_path: Its log, while it runs: a file without a name, opened by way of /proc.
     """
 
     address: str
@@ -252,10 +265,14 @@ class LocalMaster:
 def import_store() -> Any:
     """Import and return the `mooncake.store` module.
 
+    The client logs each line of its set-up to stderr. Unless $MC_LOG_LEVEL is set, it is set to
+    ERROR here, which works where this process has not loaded the client before.
+
     Raises:
         MissingDependencyError: The package or one of its system libraries is missing. The text
             and the cause are the loader's own; the command that installs it is named.
     """
+    os.environ.setdefault(LOG_ENV, "ERROR")
     try:
         return importlib.import_module("mooncake.store")
     except ImportError as error:
@@ -285,14 +302,22 @@ def _wait_for_port(address: str, deadline: float) -> None:
     import socket
 
     host, _, port = address.rpartition(":")
-    if "://" in address or not port.isdigit():
+    if "://" in address or not (port.isascii() and port.isdigit()):
         return  # a high-availability address: only Mooncake knows how to resolve it
+    if len(port) > 5 or not 0 < int(port) < 1 << 16:
+        raise ArgumentError(
+            f"`master_server_address` must have a port from 1 to 65535, got {address!r}"
+        )
     host = host.strip("[]")
     while True:
         left = deadline - time.monotonic()
         try:
             socket.create_connection((host, int(port)), max(0.05, min(left, 2.0))).close()
             return
+        except UnicodeError as error:
+            raise ArgumentError(
+                f"`master_server_address` must name a host, got {address!r}: {error}"
+            ) from error
         except OSError as error:
             if time.monotonic() + 0.05 >= deadline:
                 raise StoreError(
@@ -447,14 +472,20 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _tail(path: Path, limit: int = 1500) -> str:
-    data = path.read_bytes() if path.exists() else b""
-    return data[-limit:].decode("utf-8", "replace").strip()
+    return path.read_bytes()[-limit:].decode("utf-8", "replace").strip()
 
 
-def _start(program: Path, args: Sequence[str], log_path: Path, timeout: float) -> LocalMaster:
+def _start(program: Path, args: Sequence[str], log: IO[bytes], timeout: float) -> LocalMaster:
     """Start one master and wait until it answers, or raise with the end of its log."""
-    import subprocess
+    from kvmask import _process
 
+    if not (program.is_file() and os.access(program, os.X_OK)):
+        raise StoreError(f"`program` must be executable, got {program}")
+    # Shared with the process that an earlier attempt started: begin anew.
+    os.lseek(log.fileno(), 0, os.SEEK_SET)
+    os.ftruncate(log.fileno(), 0)
+    # The file has no name, so nothing is left of it when this process is killed.
+    log_path = Path(f"/proc/{os.getpid()}/fd/{log.fileno()}")
     rpc, metrics = _free_ports(2)
     command = [
         str(program),
@@ -469,13 +500,10 @@ def _start(program: Path, args: Sequence[str], log_path: Path, timeout: float) -
         *args,
     ]
     deadline = time.monotonic() + timeout
-    with log_path.open("wb") as log:
-        try:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-            )
-        except OSError as error:
-            raise StoreError(f"`program` must be executable, got {program}: {error}") from error
+    try:
+        process = _process.start(command, log)
+    except OSError as error:
+        raise StoreError(f"`program` must be startable, got {program}: {error}") from error
     address, metrics_url = f"127.0.0.1:{rpc}", f"http://127.0.0.1:{metrics}"
     try:
         while process.poll() is None:
@@ -491,6 +519,8 @@ def _start(program: Path, args: Sequence[str], log_path: Path, timeout: float) -
         _stop(process)
         raise
     text = _tail(log_path)
+    if process.returncode == 126:
+        raise StoreError(f"`program` must be executable, got {text}", 126)
     hint = f"; {APT_HINT}" if "shared librar" in text else ""
     raise StoreError(
         f"mooncake_master ended at start with status {process.returncode}; "
@@ -509,7 +539,9 @@ def local_master(
 ) -> Iterator[LocalMaster]:
     """Run a Mooncake master of this machine's own on free loopback ports while the block runs.
 
-    Exactly the started process is stopped at the end, also when the body raises.
+    Exactly the started process is stopped at the end, also when the body raises. It is killed when
+    this process ends in any other way, by SIGKILL for example; the thread that entered may end
+    before.
 
     Args:
         program: The `mooncake_master` to run; by default the one of the installed wheel.
@@ -522,19 +554,20 @@ def local_master(
         StoreError: It ended at start or did not answer; the message ends with its log.
         ArgumentError: `lease_ms` is not a positive number.
     """
+    import shutil
     import tempfile
 
     if lease_ms is not None and (not isinstance(lease_ms, int) or lease_ms < 1):
         raise ArgumentError(f"`lease_ms` must be at least 1, got {lease_ms!r}")
-    path = find_master() if program is None else Path(program)
+    path = find_master() if program is None else Path(shutil.which(program) or program)
     if path is None:
         raise MissingDependencyError(f"no mooncake_master program found; {PIP_HINT}")
     flags = [*args, *([] if lease_ms is None else [f"--default_kv_lease_ttl={lease_ms}"])]
-    with tempfile.TemporaryDirectory(prefix="kvmask-master-") as folder:
+    with tempfile.TemporaryFile() as log:
         attempts = 3
         while True:
             try:
-                master = _start(path, flags, Path(folder) / "master.log", timeout)
+                master = _start(path.absolute(), flags, log, timeout)
                 break
             except StoreError as error:
                 attempts -= 1

@@ -344,3 +344,43 @@ def test_a_store_without_its_master_answers_a_code(master):
         assert store.batch_is_exist(["x", "y"]) == [0, 0]
     assert store.batch_is_exist(["x", "y"]) == [Code.RPC_FAIL] * 2
     store.close()
+
+
+@pytest.mark.parametrize(
+    "size", ["9" * 5000, "9" * 400 + ".5gb", "1e5", 1 << 63, 1 << 5000, -1, float("inf"), True]
+)
+def test_sizes_that_no_store_has(size):
+    with pytest.raises(ArgumentError, match="`size` must be a number of bytes") as told:
+        mooncake.parse_size(size)
+    assert len(str(told.value)) < 200
+    for name in ("global_segment_size", "local_buffer_size"):
+        with pytest.raises(ArgumentError, match=f"`{name}`"):
+            mooncake.StoreConfig(master_server_address=ADDRESS, **{name: size})
+
+
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [
+        ("localhost:70000", "a port from 1 to 65535"),
+        ("localhost:0", "a port from 1 to 65535"),
+        ("localhost:" + "9" * 5000, "a port from 1 to 65535"),
+        ("a" * 100 + ".b:5", "must name a host"),
+    ],
+)
+def test_addresses_that_nothing_can_have(monkeypatch, address, text):
+    monkeypatch.setattr(mooncake, "import_store", lambda: None)
+    with pytest.raises(ArgumentError, match=text):
+        mooncake.connect({"master_server_address": address}, timeout=0.1)
+
+
+@pytest.mark.parametrize(("given", "level"), [(None, "ERROR"), ("INFO", "INFO")])
+def test_the_client_logs_errors_unless_told_otherwise(monkeypatch, given, level):
+    seen = []
+    monkeypatch.delenv("MC_LOG_LEVEL", raising=False)
+    if given:
+        monkeypatch.setenv("MC_LOG_LEVEL", given)
+    monkeypatch.setattr(
+        importlib, "import_module", lambda name: seen.append((name, os.environ["MC_LOG_LEVEL"]))
+    )
+    mooncake.import_store()
+    assert seen == [("mooncake.store", level)]

@@ -54,6 +54,7 @@ STAGES = {
     "_cbor": 1,
     "_digests": 1,
     "_schema": 1,
+    "_process": 1,
     "coordinator": 2,
     "hashes": 2,
     "keys": 2,

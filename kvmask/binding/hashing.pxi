@@ -11,6 +11,9 @@ from cpython.list cimport PyList_New, PyList_SET_ITEM
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
 
+from itertools import islice as _islice
+from operator import index as _index
+
 
 cdef extern from *:
     """
@@ -107,6 +110,8 @@ cdef int64_t c_hash_gil_min_tokens = HASH_GIL_MIN_TOKENS
 # threads after this many steps, at most about a millisecond.
 cdef Py_ssize_t c_list_step = 1 << 18
 cdef int64_t c_call_step = 1 << 11
+# Keeps the sizes of scratch memory far from overflow.
+cdef int64_t c_max_block = (<int64_t>1 << 31) - 1
 
 ENCODING_PICKLE = KM_PICKLE
 ENCODING_CBOR = KM_CBOR
@@ -119,6 +124,36 @@ cdef int token_error(object value, int64_t i) except -1:
     raise HashInputError(
         f"token ids must be plain ints, got {type(value).__name__} at index {i}"
     )
+
+
+cdef tuple listed(object ids):
+    """As many items of a sequence as its length says: iteration alone may never end."""
+    cdef tuple out
+    try:
+        n = len(ids)
+        out = tuple(_islice(ids, n))
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise HashInputError(
+            f"`token_ids` must be a sequence with a length, got {type(ids).__name__}: {error}"
+        ) from error
+    if len(out) != n:
+        raise HashInputError(
+            f"`token_ids` must hold as many tokens as its length says, got {len(out)} and {n}"
+        )
+    return out
+
+
+cdef int64_t whole(object value, str what, object low, object high) except? -1:
+    """An integer that an array or tensor says of itself."""
+    try:
+        number = _index(value)
+    except TypeError:
+        raise HashInputError(
+            f"{what} of `token_ids` must be an integer, got {type(value).__name__}"
+        ) from None
+    if not low <= number <= high:
+        raise HashInputError(f"{what} of `token_ids` must be from {low} to {high}, got {number}")
+    return number
 
 
 cdef class TokenIds:
@@ -160,8 +195,8 @@ cdef class TokenIds:
         elif hasattr(ids, "data_ptr") and hasattr(ids, "stride"):
             self.from_tensor(ids)
             self.owner = ids
-        elif hasattr(ids, "__len__") and hasattr(ids, "__getitem__"):
-            self.copy(tuple(ids), 0)
+        elif hasattr(ids, "__len__") and hasattr(ids, "__getitem__") and type(ids) is not dict:
+            self.copy(listed(ids), 0)
         else:
             raise HashInputError(
                 f"`token_ids` must be a sequence, an array or a tensor, got {type(ids).__name__}"
@@ -203,7 +238,10 @@ cdef class TokenIds:
     cdef int from_buffer(self, object ids) except -1:
         cdef Py_ssize_t stride
         cdef bytes kind
-        PyObject_GetBuffer(ids, &self.buffer, PyBUF_RECORDS_RO)
+        try:
+            PyObject_GetBuffer(ids, &self.buffer, PyBUF_RECORDS_RO)
+        except (BufferError, ValueError) as error:  # a released or indirect view
+            raise HashInputError(f"`token_ids` must have a plain buffer: {error}") from error
         self.has_buffer = True
         if self.buffer.ndim != 1:
             raise HashInputError(
@@ -221,16 +259,27 @@ cdef class TokenIds:
         self.n = self.buffer.shape[0]
         return 0
 
-    cdef int from_interface(self, dict interface) except -1:
-        cdef object shape = interface["shape"], strides = interface.get("strides")
-        cdef object kind = interface["typestr"], data = interface.get("data")
-        if len(shape) != 1:
-            raise HashInputError(f"`token_ids` must have one dimension, got {len(shape)}")
+    cdef int from_interface(self, object interface) except -1:
+        cdef int width
+        if not isinstance(interface, dict):
+            raise HashInputError(
+                "`__array_interface__` of `token_ids` must be a dict, "
+                f"got {type(interface).__name__}"
+            )
+        shape, strides = interface.get("shape"), interface.get("strides")
+        kind, data = interface.get("typestr"), interface.get("data")
+        if not isinstance(shape, tuple) or len(shape) != 1:
+            raise HashInputError(f"`token_ids` must have one dimension, got shape {shape!r}")
         if kind not in ("<i4", "<i8"):
             raise HashInputError(f"`token_ids` must be int32 or int64, got {kind!r}")
-        if not isinstance(data, tuple):
-            raise HashInputError("`token_ids` must name its data by address")
-        self.set_memory(data[0], strides[0] if strides else int(kind[2]), int(kind[2]), shape[0])
+        if not isinstance(data, tuple) or not data:
+            raise HashInputError(
+                f"`token_ids` must name its data by address, got {type(data).__name__}"
+            )
+        width = int(kind[2])
+        if strides is not None and (not isinstance(strides, tuple) or len(strides) != 1):
+            raise HashInputError(f"`token_ids` must have one stride or none, got {strides!r}")
+        self.set_memory(data[0], width if strides is None else strides[0], width, shape[0])
         return 0
 
     cdef int from_tensor(self, object ids) except -1:
@@ -243,12 +292,22 @@ cdef class TokenIds:
         if ids.device.type != "cpu":
             raise HashInputError(f"`token_ids` must be on the CPU, got {ids.device}")
         width = 4 if kind == "torch.int32" else 8
+        # Strides come in elements.
         self.set_memory(ids.data_ptr(), ids.stride()[0] * width, width, ids.shape[0])
         return 0
 
-    cdef int set_memory(self, size_t address, int64_t stride, int width, int64_t n) except -1:
-        self.view = km_tokens(<const char *>address, stride, width)
-        self.n = n
+    cdef int set_memory(self, object address, object stride, int width, object n) except -1:
+        cdef int64_t most = <int64_t>1 << 62, count = whole(n, "the length", 0, most)
+        cdef int64_t step = whole(stride, "the stride", -most, most)
+        cdef int64_t place = whole(address, "the address", 0, <int64_t>0x7FFFFFFFFFFFFFFF)
+        cdef object last = place + (count - 1) * <object>step if count else place
+        if count and not (place and 0 < last <= 0x7FFFFFFFFFFFFFFF - width):
+            raise HashInputError(
+                "`token_ids` must lie in memory, "
+                f"got {count} tokens at address {place} with stride {step}"
+            )
+        self.view = km_tokens(<const char *><size_t>place, step, width)
+        self.n = count
         return 0
 
     def part(self, int64_t start, int64_t stop):
@@ -350,6 +409,8 @@ cdef class Digest:
 
 cdef int check_parent(bytes parent, int encoding) except -1:
     cdef Py_ssize_t least = 0 if encoding == KM_PAGES else 1
+    if encoding not in (KM_PICKLE, KM_CBOR, KM_PAGES):
+        raise ArgumentError(f"`encoding` must be one of the ENCODING constants, got {encoding}")
     if not least <= len(parent) <= 255:
         raise ArgumentError(f"`parent` must have from {least} to 255 bytes, got {len(parent)}")
     return 0
@@ -412,6 +473,8 @@ cdef class Chain:
         cdef bytes extra
         if block_size < 1:
             raise ArgumentError(f"a block must have at least one token, got {block_size}")
+        if block_size > c_max_block:
+            raise ArgumentError(f"a block must have at most {c_max_block} tokens, got {block_size}")
         self.ids = ids
         self.digest = digest
         self.extras = None if extras is None else tuple(extras)  # keeps the bytes alive
@@ -420,18 +483,18 @@ cdef class Chain:
         self.c.encoding = encoding
         self.c.block_size = block_size
         if extras is not None:
-            if encoding == KM_PAGES and extras != [None] * self.n:
+            if encoding == KM_PAGES and any(e is not None for e in self.extras):
                 raise ArgumentError("pages have no extra keys")
-            if len(extras) != self.n:
+            if len(self.extras) != self.n:
                 raise ArgumentError(
                     "`extra_keys` must have one entry per full block, "
-                    f"got {len(extras)} and {self.n}"
+                    f"got {len(self.extras)} and {self.n}"
                 )
             self.c.extras = <km_extra *>calloc(self.n or 1, sizeof(km_extra))
             if not self.c.extras:
                 raise MemoryError
             for i in range(self.n):
-                extra = extras[i]
+                extra = self.extras[i]
                 if extra is None:
                     continue
                 (<km_extra *>self.c.extras)[i] = km_extra(
@@ -492,12 +555,27 @@ cdef class Chain:
 
     cdef bytes run_calls(self, object digest, bytes parent):
         cdef list out = []
+        cdef Py_ssize_t size = 0
         cdef int64_t i
         for i in range(self.n):
             if i % c_call_step == c_call_step - 1:
                 with nogil:
                     pass
-            parent = digest(self.serialise(i, parent))
+            made = digest(self.serialise(i, parent))
+            if type(made) is not bytes:
+                raise HashInputError(f"`digest` must return bytes, got {type(made).__name__}")
+            parent = made
+            # The next block starts with it, in room for 255 bytes.
+            if not 1 <= len(parent) <= 255:
+                raise HashInputError(
+                    f"`digest` must return from 1 to 255 bytes, got {len(parent)}"
+                )
+            size = size or len(parent)
+            if len(parent) != size:
+                raise HashInputError(
+                    f"`digest` must return equally many bytes each time, got {size} and "
+                    f"{len(parent)}"
+                )
             out.append(parent)
         return b"".join(out)
 
@@ -518,7 +596,8 @@ def hash_chain(token_ids, int64_t block_size, int encoding, digest, bytes parent
         bytes.
 
     Raises:
-        HashInputError: Bad token ids, or extra keys that cannot be placed.
+        HashInputError: Bad token ids; extra keys that cannot be placed; digests that are no bytes,
+            of changing size, or not of 1 to 255 bytes.
     """
     cdef TokenIds ids = token_ids if isinstance(token_ids, TokenIds) else TokenIds(token_ids)
     cdef bint native = isinstance(digest, Digest)

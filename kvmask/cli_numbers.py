@@ -1,0 +1,35 @@
+"""Numbers on the command line, with their range in the message."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+
+from kvmask._core import MAX_TOKENS
+
+Number = Callable[[str], int]
+
+
+def number(low: int, high: int) -> Number:
+    """A converter for argparse: an integer from `low` to `high`, echoed as it was written.
+
+    >>> number(1, 9)("8")
+    8
+    """
+
+    def convert(text: str) -> int:
+        digits = text.strip()
+        # int() takes underscores and other alphabets, and refuses thousands of digits its own way.
+        if re.fullmatch(r"[+-]?\d+", digits, re.ASCII) and len(digits.lstrip("+-0")) < 20:
+            value = int(digits)
+            if low <= value <= high:
+                return value
+        shown = text if len(text) <= 40 else f"{text[:40]}..."
+        raise argparse.ArgumentTypeError(f"must be an integer from {low} to {high}, got {shown}")
+
+    return convert
+
+
+positive = number(1, MAX_TOKENS)
+natural = number(0, MAX_TOKENS)
