@@ -30,6 +30,8 @@ def command(words, *, shell="", wait=True, **env):
         env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        # A suite that runs in the background of a shell has it ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     if not wait:
         return process

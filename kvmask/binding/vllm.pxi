@@ -38,18 +38,6 @@ def present_bits(hashes, exists, group, scale, n):
     return bits
 
 
-def listed_hashes(list digests not None):
-    """BlockHashes over a list of bytes whose items are looked at only when they are used.
-
-    Unlike BlockHashes.from_list nothing is checked up front: at a hash block of four tokens a
-    request has 64 times as many digests as full-attention blocks, and most are never read.
-    """
-    cdef BlockHashes self = BlockHashes.__new__(BlockHashes)
-    self.items = digests
-    self.n = PyList_GET_SIZE(digests)
-    return self
-
-
 def missing_positions(answers, n):
     """Positions below n whose answer is not 1, or None when that is all of them.
 

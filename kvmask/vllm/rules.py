@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvmask._core import MAX_SETS, MAX_TOKENS, BlockHashes, CoordinatorCore, listed_hashes
+from kvmask._core import MAX_SETS, MAX_TOKENS, BlockHashes, CoordinatorCore
 from kvmask.errors import ArgumentError
 from kvmask.vllm.releases import BlobBlockHashes, current
 
@@ -184,4 +184,4 @@ def digests_of(block_hashes: Any) -> BlockHashes:
     if type(block_hashes) is BlobBlockHashes:
         size = block_hashes._hash_len
         return BlockHashes(block_hashes._blob[: len(block_hashes) * size], size)
-    return listed_hashes(block_hashes if type(block_hashes) is list else [*block_hashes])
+    return BlockHashes.from_list(block_hashes)
