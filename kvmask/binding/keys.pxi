@@ -77,6 +77,26 @@ cdef tuple as_builders(object builders):
     return out
 
 
+# Python gives memory back to the system one arena (1 MiB, some 6,500 keys) at a time, once all of
+# it is free, and the next batch of keys pays for fresh pages: 55 instead of 15 ns per key from some
+# 30,000 keys on. One key of every 4,096 stays alive until 16 younger ones do, which keeps up to 16
+# arenas for the next batch to use again.
+PIN_STRIDE = 4096
+PINNED = 16
+cdef list pinned_keys = [None] * PINNED
+cdef int64_t keys_built = 0
+
+
+cdef pin_keys(list keys):
+    global keys_built
+    cdef int64_t n = PyList_GET_SIZE(keys), stride = PIN_STRIDE
+    cdef int64_t i = stride - 1 - keys_built % stride
+    while i < n:
+        pinned_keys[(keys_built + i) // stride % PINNED] = keys[i]
+        i += stride
+    keys_built += n
+
+
 def build_keys(builders, hashes, mask=None, start=0, scale=1):
     """Keys of the blocks from ``start`` on, in block order, each block's namespaces together.
 
@@ -133,4 +153,5 @@ def build_keys(builders, hashes, mask=None, start=0, scale=1):
             PyList_SET_ITEM(keys, position, key)
             position += 1
         i += 1
+    pin_keys(keys)
     return keys
