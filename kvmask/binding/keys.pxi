@@ -81,19 +81,20 @@ cdef tuple as_builders(object builders):
 # it is free, and the next batch of keys pays for fresh pages: 55 instead of 15 ns per key from some
 # 30,000 keys on. One key of every 4,096 stays alive until 16 younger ones do, which keeps up to 16
 # arenas for the next batch to use again.
-PIN_STRIDE = 4096
-PINNED = 16
+cdef enum:
+    PIN_STRIDE = 4096
+    PINNED = 16
 cdef list pinned_keys = [None] * PINNED
 cdef int64_t keys_built = 0
 
 
 cdef pin_keys(list keys):
     global keys_built
-    cdef int64_t n = PyList_GET_SIZE(keys), stride = PIN_STRIDE
-    cdef int64_t i = stride - 1 - keys_built % stride
+    cdef int64_t n = PyList_GET_SIZE(keys)
+    cdef int64_t i = PIN_STRIDE - 1 - keys_built % PIN_STRIDE
     while i < n:
-        pinned_keys[(keys_built + i) // stride % PINNED] = keys[i]
-        i += stride
+        pinned_keys[(keys_built + i) // PIN_STRIDE % PINNED] = keys[i]
+        i += PIN_STRIDE
     keys_built += n
 
 
