@@ -2,7 +2,7 @@
 """Serve prompts with the real vLLM engine through a real Mooncake store, stock and with kvmask.
 
     python scripts/vllm_engine.py llama            # stock, then kvmask in all its ways
-    python scripts/vllm_engine.py gemma
+    python scripts/vllm_engine.py gemma   # or hybrid, eagle
 
 kvmask's sides are the connector with `"lookup": "staged"`, `"exact"`, and `"local_aware"` (local),
 and stock's own connector after `kvmask.vllm.install()` (installed), block hasher included.
@@ -63,7 +63,25 @@ MODELS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 64,
         "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
     },
+    "hybrid": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",  # its linear attention needs bfloat16 on CPUs
+        "torch_dtype": "bfloat16",
+        "hidden_act": "silu",
+        "num_hidden_layers": 4,
+        "rms_norm_eps": 1e-6,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 256,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    },
 }
+MODELS["eagle"] = MODELS["llama"]
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -84,6 +102,15 @@ def checkpoint(folder: Path, model: str) -> None:
     config = COMMON | MODELS[model]
     cls = getattr(transformers, config["architectures"][0])
     cls(cls.config_class(**config, initializer_range=0.2)).save_pretrained(folder)
+    if model == "eagle":  # the drafter: one more layer, fed by the embedding and the hidden state
+        head = cls(cls.config_class(**config | {"num_hidden_layers": 1}, initializer_range=0.2))
+        weights = {
+            name.removeprefix("model."): weight
+            for name, weight in head.state_dict().items()
+            if "layers." in name and "input_layernorm" not in name
+        }
+        weights["fc.weight"] = torch.randn(config["hidden_size"], 2 * config["hidden_size"]) * 0.2
+        head.save_pretrained(folder / "eagle", state_dict=weights)
 
 
 def connector(side: str) -> dict[str, Any]:
@@ -128,13 +155,21 @@ def serve(model: str, side: str) -> dict[str, Any]:
         engine = LLM(
             model=str(folder),
             skip_tokenizer_init=True,
-            dtype="float32",
+            dtype=(COMMON | MODELS[model])["torch_dtype"],
             seed=0,
             max_model_len=8192,
             enforce_eager=True,
             block_size=32,
             max_num_batched_tokens=1024,
             kv_transfer_config=KVTransferConfig(**connector(side)),
+            enable_prefix_caching=True,  # hybrids are served without unless told
+            speculative_config={
+                "method": "eagle",
+                "model": str(folder / "eagle"),
+                "num_speculative_tokens": 2,
+            }
+            if model == "eagle"
+            else None,
         )
         long = [(i * 7919) % 1000 + 3 for i in range(4100)]
         prompts = [long[:400], long, long[:2048] + long[100:900], long[:33], long[:31]]
