@@ -17,7 +17,7 @@ C_FLAGS := -std=c11 -g -O1 -Wall -Wextra -Werror -Ikvmask/csrc \
 ASAN := build/asan
 # What `make test-vllm` runs of vLLM itself: its connector's tests, and whole engines.
 VLLM_SUITES ?= 0.32.0 0.33.0 0.28.0 0.24.0
-VLLM_MODELS ?= llama gemma
+VLLM_MODELS ?= llama gemma hybrid eagle
 
 .PHONY: help
 help: ## show the targets
