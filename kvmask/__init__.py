@@ -6,7 +6,8 @@ from kvmask.block_plan import LoadResult, SaveResult
 from kvmask.coordinator import Coordinator, Hit
 from kvmask.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow
 from kvmask.hashes import BlockHasher, hash_tokens
-from kvmask.keys import StrictKeys, VllmKeys
+from kvmask.keys_strict import StrictKeys
+from kvmask.keys_vllm import VllmKeys
 from kvmask.layout import KVLayout
 from kvmask.memo import PresenceMemo
 from kvmask.plan import CostModel, LoadPlan, LookupPlan, SavePlan

@@ -19,10 +19,10 @@ from kvmask._core import (
     cut_calls,
     row_totals,
 )
+from kvmask._schema import KeySchema
 from kvmask.coordinator import Coordinator
 from kvmask.errors import ArgumentError, PlanStateError
 from kvmask.groups import check_count
-from kvmask.keys import KeySchema
 from kvmask.layout import KVLayout
 
 Schemas = Sequence[KeySchema | Sequence[KeySchema]]
@@ -63,8 +63,11 @@ def as_list(items: Any, name: str) -> list[Any]:
 
 
 def block_tables(block_ids: Sequence[Sequence[int]], groups: int) -> list[list[int]]:
-    """A list of its own per group: what a caller does to a table later changes no plan."""
-    tables = [as_list(table, "block_ids") for table in as_list(block_ids, "block_ids")]
+    """A list per group; lists as they are, since a plan reads them once, when it is made."""
+    tables = [
+        table if type(table) is list else as_list(table, "block_ids")
+        for table in as_list(block_ids, "block_ids")
+    ]
     if len(tables) != groups:
         raise ArgumentError(
             f"`block_ids` must hold one table per group, got {len(tables)} and {groups}"

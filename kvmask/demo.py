@@ -22,7 +22,7 @@ from kvmask.errors import AlignmentError, ArgumentError, MissingDependencyError
 from kvmask.explain import describe
 from kvmask.groups import FullAttention, Group, SlidingWindow
 from kvmask.hashes import hash_tokens
-from kvmask.keys import VllmKeys
+from kvmask.keys_vllm import VllmKeys
 from kvmask.layout import KVLayout
 from kvmask.plan import LookupPlan
 from kvmask.transfer import KVTransfer

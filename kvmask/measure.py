@@ -15,7 +15,7 @@ from kvmask._core import Bitset, BlockHashes
 from kvmask.coordinator import Coordinator
 from kvmask.errors import ArgumentError
 from kvmask.groups import FullAttention, Group, SlidingWindow
-from kvmask.keys import VllmKeys
+from kvmask.keys_vllm import VllmKeys
 from kvmask.layout import KVLayout
 from kvmask.plan import LookupPlan
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmask._core import Bitset, LookupCore, checked_answers, pick_missing, plan_blocks
+from kvmask._schema import KeySchema
 from kvmask.block_plan import (
     ALREADY_EXISTS,
     LEASE_EXPIRED,
@@ -30,7 +31,6 @@ from kvmask.block_plan import (
 from kvmask.coordinator import Coordinator, Hit
 from kvmask.errors import AlignmentError, ArgumentError, BlockIdError, PlanStateError
 from kvmask.groups import FullAttention, Mamba, check_count
-from kvmask.keys import KeySchema
 
 STRATEGIES = ("staged", "exact")
 

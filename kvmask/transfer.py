@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from kvmask._core import BlockHashes, HitHints, checked_answers
+from kvmask._schema import KeySchema
 from kvmask.block_plan import (
     PIECES_PER_CALL,
     Hashes,
@@ -22,7 +23,6 @@ from kvmask.block_plan import (
 from kvmask.coordinator import Coordinator, Hit
 from kvmask.errors import ArgumentError, StoreError
 from kvmask.groups import check_count
-from kvmask.keys import KeySchema
 from kvmask.layout import KVLayout
 from kvmask.memo import PresenceMemo
 from kvmask.metrics import TransferStats
