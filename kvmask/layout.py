@@ -363,7 +363,7 @@ def _prepare(
         raise LayoutError("`regions` must hold at least one region, got none")
     _check_count(len(raw), len(raw) - 1)
     Regions(raw, num_blocks)  # sizes, strides and 64 bit ends
-    ranges = _merge_ranges(storages)
+    ranges = merge_ranges(_check_storages(storages))
     starts = [address for address, _ in ranges]
     homes: list[int] = []
     for i, (base, size, stride) in enumerate(raw):
@@ -391,14 +391,25 @@ def _show(ranges: list[Range], home: int) -> str:
     return f"a storage of {address:#x} to {address + size:#x}"
 
 
-def _merge_ranges(storages: Iterable[Range]) -> list[Range]:
-    """Sorted ranges, overlapping ones merged, empty ones gone, touching ones apart."""
-    merged: list[Range] = []
-    for address, size in sorted(s for s in storages if s[1] > 0):
+def _check_storages(storages: Iterable[Range]) -> list[Range]:
+    held = sorted(s for s in storages if s[1] > 0)
+    for address, size in held:
         if address == 0 or address + size > 1 << 64:
             raise LayoutError(
                 f"`storages` must lie above 0 and within 64 bit addresses, got {address} and {size}"
             )
+    return held
+
+
+def merge_ranges(ranges: Iterable[Range]) -> list[Range]:
+    """Each byte once: ranges that overlap become one; ranges that merely touch stay apart, since
+    two allocations are two registrations.
+
+    >>> merge_ranges([(0, 8), (4, 8), (12, 4), (0, 0)])
+    [(0, 12), (12, 4)]
+    """
+    merged: list[Range] = []
+    for address, size in sorted(r for r in ranges if r[1] > 0):
         if merged and address < sum(merged[-1]):
             start, length = merged[-1]
             merged[-1] = (start, max(length, address + size - start))

@@ -23,7 +23,7 @@ from kvmask.block_plan import (
 from kvmask.coordinator import Coordinator, Hit
 from kvmask.errors import ArgumentError, StoreError
 from kvmask.groups import check_count
-from kvmask.layout import KVLayout
+from kvmask.layout import KVLayout, merge_ranges
 from kvmask.memo import PresenceMemo
 from kvmask.metrics import TransferStats
 from kvmask.plan import DEFAULT_COSTS, CostModel, LoadPlan, LookupPlan, SavePlan
@@ -412,19 +412,3 @@ class KVTransfer:
         if self._memo is not None and result.failed:
             self._memo.forget(f.key for f in result.failed)
         return result
-
-
-def merge_ranges(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Each byte once: ranges that overlap become one; ranges that merely touch stay apart, since
-    two allocations are two registrations.
-
-    >>> merge_ranges([(0, 8), (4, 8), (12, 4), (0, 0)])
-    [(0, 12), (12, 4)]
-    """
-    merged: list[list[int]] = []
-    for start, size in sorted(r for r in ranges if r[1] > 0):
-        if merged and start < merged[-1][1]:
-            merged[-1][1] = max(merged[-1][1], start + size)
-        else:
-            merged.append([start, start + size])
-    return [(start, stop - start) for start, stop in merged]

@@ -74,23 +74,26 @@ cdef class HitHints:
     def predict(self, hashes, hash_block, alignment, num_tokens):
         """Tokens of the longest prefix, at most num_tokens, that was reusable before."""
         cdef BlockHashes digests = as_hashes(hashes)
-        cdef int64_t unit = hint_step(as_int64(alignment, "alignment", 1, c_max_tokens))
-        cdef int64_t per_unit = unit // as_int64(hash_block, "hash_block", 1, unit)
-        cdef int64_t units = min(
-            as_int64(num_tokens, "num_tokens", 0, c_max_tokens) // unit, digests.n // per_unit
-        )
+        cdef int64_t per_unit, unit
+        cdef int64_t units = steps(digests, hash_block, alignment, num_tokens, &per_unit, &unit)
         return self.longest(digests, per_unit, units) * unit
 
     def learn(self, hashes, hash_block, alignment, num_tokens):
         """Remember that the first num_tokens tokens are reusable."""
         cdef BlockHashes digests = as_hashes(hashes)
-        cdef int64_t unit = hint_step(as_int64(alignment, "alignment", 1, c_max_tokens))
-        cdef int64_t per_unit = unit // as_int64(hash_block, "hash_block", 1, unit)
-        cdef int64_t units = min(
-            as_int64(num_tokens, "num_tokens", 0, c_max_tokens) // unit, digests.n // per_unit
-        )
-        cdef int64_t i
+        cdef int64_t per_unit, unit, i
+        cdef int64_t units = steps(digests, hash_block, alignment, num_tokens, &per_unit, &unit)
         cdef uint64_t value
         for i in range(self.longest(digests, per_unit, units) + 1, units + 1):
             value = self.tag(digests, i * per_unit - 1)
             self.slots[value & self.mask] = value
+
+
+cdef int64_t steps(BlockHashes digests, hash_block, alignment, num_tokens, int64_t *per_unit,
+                   int64_t *unit) except -1:
+    """Steps of a prefix that have a digest; also hash blocks and tokens per step."""
+    unit[0] = hint_step(as_int64(alignment, "alignment", 1, c_max_tokens))
+    per_unit[0] = unit[0] // as_int64(hash_block, "hash_block", 1, unit[0])
+    return min(
+        as_int64(num_tokens, "num_tokens", 0, c_max_tokens) // unit[0], digests.n // per_unit[0]
+    )

@@ -78,6 +78,25 @@ def _hints(worker: Any) -> HitHints:
     return hints
 
 
+def _ask(worker: Any, keys: list[str]) -> Any:
+    """The store's answers, counted as stock counts them; None, and logged, when it raised."""
+    start = time.perf_counter()
+    try:
+        answers = worker.store.batch_is_exist(keys)
+    except Exception as e:
+        worker._record_kv_connector_operation(
+            "lookup_exists",
+            time.perf_counter() - start,
+            len(keys),
+            status="error",
+            num_failed_keys=len(keys),
+        )
+        logger.error("Lookup of %d keys in the Mooncake store failed: %s", len(keys), e)
+        return None
+    worker._record_kv_connector_operation("lookup_exists", time.perf_counter() - start, len(keys))
+    return answers
+
+
 def lookup(self: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
     """How long a prefix of the request the store can give, and what names its tail blocks.
 
@@ -101,20 +120,9 @@ def lookup(self: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
         rules.core, builders, hashes, num_tokens, local_tokens, staged=staged, hint=hint
     )
     while keys := search.next_keys():
-        start = time.perf_counter()
-        try:
-            answers = self.store.batch_is_exist(keys)
-        except Exception as e:
-            self._record_kv_connector_operation(
-                "lookup_exists",
-                time.perf_counter() - start,
-                len(keys),
-                status="error",
-                num_failed_keys=len(keys),
-            )
-            logger.error("Lookup of %d keys in the Mooncake store failed: %s", len(keys), e)
+        answers = _ask(self, keys)
+        if answers is None:
             return release.lookup_result(0, ())
-        self._record_kv_connector_operation("lookup_exists", time.perf_counter() - start, len(keys))
         try:
             search.feed(answers)
         except KVMaskError as e:
@@ -155,20 +163,8 @@ def lookup_by_length(self: Any, token_len: int, block_hashes: Sequence[bytes]) -
         blocks += [(g, bytes(hashes[(i + 1) * scale - 1])) for i in bits.indices()]
     if not keys:
         return 0
-    start = time.perf_counter()
-    try:
-        answers = self.store.batch_is_exist(keys)
-        spent = time.perf_counter() - start
-        self._record_kv_connector_operation("lookup_exists", spent, len(keys))
-    except Exception as e:
-        self._record_kv_connector_operation(
-            "lookup_exists",
-            time.perf_counter() - start,
-            len(keys),
-            status="error",
-            num_failed_keys=len(keys),
-        )
-        logger.error("Lookup of %d keys in the Mooncake store failed: %s", len(keys), e)
+    answers = _ask(self, keys)
+    if answers is None:
         return 0
     if len(answers) != len(keys):
         logger.error("The Mooncake store answered %d of %d keys", len(answers), len(keys))
