@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_load import plan_of
 
+from kvmask import Coordinator, FullAttention, KVLayout, SavePlan, VllmKeys
 from kvmask.block_plan import split_calls, staging_bytes
 
 
@@ -48,3 +49,21 @@ def test_calls_fit_and_cover(sizes, staging, most):
         assert stop == start + 1 or sum(pieces[start:stop]) <= most
         assert max(needs) <= staging
     assert all(staging_bytes(sizes[i]) > staging for i in oversize)
+
+
+def test_a_segment_above_a_slice_is_several_pieces():
+    """Mooncake's TCP transport moves slices of 64 KiB: two and a bit make three pieces."""
+    size, blocks = (2 << 16) + 1, 6
+    region = (1 << 20, size, size)
+    layout = KVLayout.from_regions([region], blocks + 1, storages=[(1 << 20, size * (blocks + 1))])
+    coord = Coordinator([FullAttention(16)], 16)
+    hashes = [bytes([i]) * 32 for i in range(1, blocks + 1)]
+    plan = SavePlan(
+        coord, [VllmKeys("m")], [layout], hashes, [range(1, blocks + 1)], 16 * blocks, max_pieces=7
+    )
+    plan.feed_exists([0] * blocks)
+    calls = []
+    while (batch := plan.next_batch()) is not None:
+        calls.append(len(batch.keys))
+        plan.feed([0] * len(batch.keys))
+    assert calls == [2, 2, 2]
