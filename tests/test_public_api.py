@@ -60,6 +60,7 @@ STAGES = {
     "keys": 2,
     "layout": 2,
     "block_plan": 3,
+    "lookup_plan": 3,
     "plan": 3,
     "memo": 3,
     "metrics": 3,
