@@ -6,7 +6,7 @@ import bench_hashes
 import pytest
 import vllm_side
 
-from kvmask.hashes import hash_tokens
+from kvmask.hashing.chain import hash_tokens
 
 TOKENS = 131_072
 

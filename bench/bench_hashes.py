@@ -23,8 +23,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kvmask import _core
-from kvmask._digests import sha256, xxh3_128
-from kvmask.hashes import ALGORITHMS, BlockHasher, hash_tokens
+from kvmask.hashing.chain import ALGORITHMS, BlockHasher, hash_tokens
+from kvmask.hashing.digests import sha256, xxh3_128
 from kvmask.keys import (
     AscendKeys,
     LMCacheKeys,

@@ -2,15 +2,15 @@
 
 from kvmask import mooncake
 from kvmask._core import Bitset, BlockHashes, HitHints
-from kvmask.block_plan import LoadResult, SaveResult
 from kvmask.coordinator import Coordinator, Hit
 from kvmask.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow
-from kvmask.hashes import BlockHasher, hash_tokens
-from kvmask.keys_strict import StrictKeys
-from kvmask.keys_vllm import VllmKeys
+from kvmask.hashing.chain import BlockHasher, hash_tokens
+from kvmask.keys.strict import StrictKeys
+from kvmask.keys.vllm import VllmKeys
 from kvmask.layout import KVLayout
-from kvmask.memo import PresenceMemo
-from kvmask.plan import CostModel, LoadPlan, LookupPlan, SavePlan
+from kvmask.plans.blocks import LoadResult, SaveResult
+from kvmask.plans.memo import PresenceMemo
+from kvmask.plans.moves import CostModel, LoadPlan, LookupPlan, SavePlan
 from kvmask.transfer import KVTransfer
 
 __all__ = [

@@ -20,8 +20,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
-from kvmask._arrays import ArrayView, check_integer, is_array, view_of
 from kvmask._core import Regions
+from kvmask.arrays import ArrayView, check_integer, is_array, view_of
 from kvmask.errors import AlignmentError, LayoutError
 
 __all__ = ["MAX_SEGMENTS", "KVLayout", "head_shards"]

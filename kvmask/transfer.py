@@ -10,8 +10,12 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from kvmask._core import BlockHashes, HitHints, checked_answers
-from kvmask._schema import KeySchema
-from kvmask.block_plan import (
+from kvmask.coordinator import Coordinator, Hit
+from kvmask.errors import ArgumentError, StoreError
+from kvmask.groups import check_count
+from kvmask.keys.base import KeySchema
+from kvmask.layout import KVLayout, merge_ranges
+from kvmask.plans.blocks import (
     PIECES_PER_CALL,
     Hashes,
     Layouts,
@@ -20,13 +24,9 @@ from kvmask.block_plan import (
     Schemas,
     per_group,
 )
-from kvmask.coordinator import Coordinator, Hit
-from kvmask.errors import ArgumentError, StoreError
-from kvmask.groups import check_count
-from kvmask.layout import KVLayout, merge_ranges
-from kvmask.memo import PresenceMemo
-from kvmask.metrics import TransferStats
-from kvmask.plan import DEFAULT_COSTS, CostModel, LoadPlan, LookupPlan, SavePlan
+from kvmask.plans.memo import PresenceMemo
+from kvmask.plans.metrics import TransferStats
+from kvmask.plans.moves import DEFAULT_COSTS, CostModel, LoadPlan, LookupPlan, SavePlan
 
 # The code that a whole batch gets when the call itself raised.
 CALL_FAILED = -900

@@ -6,8 +6,8 @@ import pytest
 from golden_hashes import GOLDEN
 
 from kvmask import _core
-from kvmask.extra_keys import block_extra_keys
-from kvmask.hashes import hash_tokens
+from kvmask.hashing.chain import hash_tokens
+from kvmask.hashing.extra_keys import block_extra_keys
 
 SEED = "vllm-none-hash"
 PARENT = bytes(range(32))

@@ -6,7 +6,7 @@ import warnings
 import pytest
 
 from kvmask.errors import KeyFormatError, KeyFormatWarning
-from kvmask.hashes import hash_tokens
+from kvmask.hashing.chain import hash_tokens
 from kvmask.keys import AscendKeys, LMCacheKeys, SglangKeys, StrictKeys, VllmKeys, store_namespace
 
 HASHES = hash_tokens(range(320), 4, seed="0")

@@ -26,7 +26,7 @@ def bits(text):
 
 def lookup(coord, present, num_tokens, strategy="exact"):
     """The hit of a whole lookup, against a store that holds `present`."""
-    plan_module = pytest.importorskip("kvmask.plan")
+    plan_module = pytest.importorskip("kvmask.plans.moves")
     from kvmask import BlockHashes, VllmKeys
 
     unit = coord.hash_block_size

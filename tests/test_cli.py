@@ -9,10 +9,10 @@ import sys
 import pytest
 from fake_store import EXIST, GET, PUT, REGISTER, FakeStore
 
-from kvmask import Bitset, ChunkedLocal, FullAttention, Mamba, SlidingWindow, doctor
-from kvmask.cli import main
+from kvmask import Bitset, ChunkedLocal, FullAttention, Mamba, SlidingWindow
+from kvmask.cli import doctor, main
+from kvmask.cli.explain import describe, strip
 from kvmask.errors import StoreError
-from kvmask.explain import describe, strip
 
 PICTURES = """\
 512 tokens, hash blocks of 16, alignment 64, retention 128
@@ -180,7 +180,7 @@ all                                    420      76           76            26   
 
 
 def run_demo(memory, connect=None):
-    from kvmask import demo
+    from kvmask.cli import demo
 
     lines = []
     options = {} if connect is None else {"connect": connect}

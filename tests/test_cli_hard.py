@@ -15,9 +15,9 @@ import pytest
 
 from kvmask import Bitset, mooncake
 from kvmask.cli import main
-from kvmask.explain import strip
+from kvmask.cli.explain import strip
 
-ROOT = Path(mooncake.__file__).parent.parent
+ROOT = Path(mooncake.__file__).parent.parent.parent
 HUGE = "99999999999999999998"
 DRAW = "explain --full 64 --hash-block 64"
 

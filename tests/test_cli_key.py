@@ -6,8 +6,8 @@ import json
 import pytest
 
 from kvmask.cli import main
-from kvmask.cli_key import ENGINES
-from kvmask.hashes import hash_tokens
+from kvmask.cli.key import ENGINES
+from kvmask.hashing.chain import hash_tokens
 from kvmask.keys import SglangKeys, VllmKeys, sglang_page_hashes
 
 HEX = "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"

@@ -15,7 +15,7 @@ import pytest
 from kvmask import errors, mooncake
 from kvmask.cli import main
 from kvmask.errors import KVMaskError
-from kvmask.metrics import COUNTERS
+from kvmask.plans.metrics import COUNTERS
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "check_docs.py"

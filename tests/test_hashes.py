@@ -17,11 +17,13 @@ from golden_hashes import EDGES, GOLDEN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmask import _core, _digests, hashes
-from kvmask._cbor import canonical_cbor
+from kvmask import _core
 from kvmask.errors import ArgumentError, HashInputError, MissingDependencyError
-from kvmask.extra_keys import Medium, block_extra_keys
-from kvmask.hashes import ALGORITHMS, BlockHasher, digest_size, hash_tokens, start_hash
+from kvmask.hashing import chain as hashes
+from kvmask.hashing import digests as _digests
+from kvmask.hashing.cbor import canonical_cbor
+from kvmask.hashing.chain import ALGORITHMS, BlockHasher, digest_size, hash_tokens, start_hash
+from kvmask.hashing.extra_keys import Medium, block_extra_keys
 
 PARENT = bytes(range(32))
 EDGE_SIZES = [n + d for n in (32749, 21833, 13100, 9357) for d in (-1, 0, 1)]
@@ -360,7 +362,9 @@ class TestArguments:
             assert start_hash(algorithm, release=release).hex() == GOLDEN[algorithm]["none"]
 
     def test_two_processes_with_other_hash_seeds_agree(self):
-        code = "import kvmask.hashes as k; print(k.hash_tokens(range(64), seed='x')[3].hex())"
+        code = (
+            "import kvmask.hashing.chain as k; print(k.hash_tokens(range(64), seed='x')[3].hex())"
+        )
         seen = set()
         for seed in ("1", "2"):
             done = subprocess.run(

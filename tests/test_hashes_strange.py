@@ -10,7 +10,7 @@ import pytest
 
 from kvmask import _core
 from kvmask.errors import ArgumentError, HashInputError
-from kvmask.hashes import BlockHasher, hash_tokens
+from kvmask.hashing.chain import BlockHasher, hash_tokens
 
 PARENT = bytes(range(32))
 

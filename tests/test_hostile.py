@@ -15,9 +15,9 @@ from kvmask import (
     VllmKeys,
     _core,
 )
-from kvmask.block_plan import split_calls
 from kvmask.errors import ArgumentError, BlockIdError, HashInputError, PlanStateError, StoreError
 from kvmask.layout import KVLayout
+from kvmask.plans.blocks import split_calls
 
 
 def digests(n: int) -> list[bytes]:

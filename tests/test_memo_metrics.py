@@ -95,7 +95,7 @@ def test_counters_add_up():
 
 def test_prometheus_text():
     pytest.importorskip("prometheus_client")
-    from kvmask.metrics import exposition
+    from kvmask.plans.metrics import exposition
 
     source, _ = full_pair()
     source.kv.save(digests(4), source.tables, 64)
@@ -105,7 +105,7 @@ def test_prometheus_text():
 
 
 def test_metrics_without_prometheus_say_what_to_install(monkeypatch):
-    from kvmask.metrics import exposition
+    from kvmask.plans.metrics import exposition
 
     monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
     source, _ = full_pair()

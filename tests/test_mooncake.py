@@ -189,7 +189,7 @@ except kvmask.errors.MissingDependencyError as error:
     assert str(error.__cause__) == 'libcudart.so.12: cannot open'
     print('told')
 """
-    root = Path(mooncake.__file__).parent.parent
+    root = Path(mooncake.__file__).parent.parent.parent
     env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
     out = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
@@ -209,7 +209,7 @@ def test_a_refused_setup_names_the_code(monkeypatch):
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        monkeypatch.setattr(mooncake, "import_store", lambda: Module)
+        monkeypatch.setattr("kvmask.mooncake.client.import_store", lambda: Module)
         settings = {
             "master_server_address": address,
             "tenant_id": "team",
@@ -221,7 +221,7 @@ def test_a_refused_setup_names_the_code(monkeypatch):
 
 
 def test_no_master_program(monkeypatch, tmp_path):
-    monkeypatch.setattr(mooncake, "find_master", lambda: None)
+    monkeypatch.setattr("kvmask.mooncake.master.find_master", lambda: None)
     with (
         pytest.raises(MissingDependencyError, match="no mooncake_master program found; install"),
         mooncake.local_master(),
@@ -368,7 +368,7 @@ def test_sizes_that_no_store_has(size):
     ],
 )
 def test_addresses_that_nothing_can_have(monkeypatch, address, text):
-    monkeypatch.setattr(mooncake, "import_store", lambda: None)
+    monkeypatch.setattr("kvmask.mooncake.client.import_store", lambda: None)
     with pytest.raises(ArgumentError, match=text):
         mooncake.connect({"master_server_address": address}, timeout=0.1)
 

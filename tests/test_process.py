@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvmask import _process, mooncake
+from kvmask import mooncake
 from kvmask.errors import StoreError
+from kvmask.mooncake import process as _process
 
 
 def script(tmp_path, text):
@@ -26,7 +27,7 @@ SLEEPER = "echo $$ >> {0}/pids; exec sleep 60"
 
 def waiting(code, tmp_path):
     """A Python process that runs `code`, up to the line it prints."""
-    root = Path(mooncake.__file__).parent.parent
+    root = Path(mooncake.__file__).parent.parent.parent
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(script(tmp_path, SLEEPER.format(tmp_path)))],
         env=os.environ | {"PYTHONPATH": str(root)},
@@ -48,7 +49,7 @@ def runs(pid):
 def test_a_child_does_not_outlive_its_parent(tmp_path, signum):
     code = """
 import sys, tempfile, threading, time
-from kvmask import _process
+from kvmask.mooncake import process as _process
 log = tempfile.TemporaryFile()
 made = []
 # The thread that asks for it is gone before anything else happens.

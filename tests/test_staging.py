@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from test_load import plan_of
 
 from kvmask import Coordinator, FullAttention, KVLayout, SavePlan, VllmKeys
-from kvmask.block_plan import split_calls, staging_bytes
+from kvmask.plans.blocks import split_calls, staging_bytes
 
 
 def test_staging_bytes():

@@ -14,7 +14,7 @@ from vllm.utils import hashing
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
-from kvmask.hashes import ALGORITHMS
+from kvmask.hashing.chain import ALGORITHMS
 from kvmask.vllm import hashing as ours
 
 pytestmark = pytest.mark.vllm

@@ -297,7 +297,7 @@ def plan_differences(
 ) -> Iterator[tuple[str, Any, Any]]:
     """The worker's lookup against both strategies of the lookup plan."""
     from kvmask import BlockHashes
-    from kvmask.plan import LookupPlan
+    from kvmask.plans.moves import LookupPlan
 
     hit, boundaries, asked = theirs.lookup()
     stored = theirs.store_keys()

@@ -121,7 +121,7 @@ def row_totals(list rows not None, slice_bytes):
 
 @cython.boundscheck(True)
 def cut_calls(list needs not None, usable, whole, list pieces not None, max_pieces):
-    """Cuts keys into calls; see kvmask.block_plan.split_calls.
+    """Cuts keys into calls; see kvmask.plans.blocks.split_calls.
 
     Args:
         needs: Per key what it takes of the budget.

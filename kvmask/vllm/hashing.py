@@ -2,7 +2,7 @@
 
 `request_block_hasher` takes what vLLM's `get_request_block_hasher` takes and returns what it
 returns: a function from a request to the hashes of its new full blocks. Digests are equal to vLLM's
-(`kvmask.hashes`); whatever cannot be hashed exactly goes to vLLM's function, per request:
+(`kvmask.hashing.chain`); whatever cannot be hashed exactly goes to vLLM's function, per request:
 
 - requests with media or prompt embeddings, whose extra keys depend on where hashing resumed;
 - token ids that are no plain ints, whose pickle is another one;
@@ -25,7 +25,7 @@ from vllm.v1.core import kv_cache_utils
 
 from kvmask import _core
 from kvmask.errors import HashInputError, MissingDependencyError
-from kvmask.hashes import ALGORITHMS, chain_hashes, digest_size
+from kvmask.hashing.chain import ALGORITHMS, chain_hashes, digest_size
 
 Hasher = Callable[[Any], list[Any]]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvmask._core import Bitset, HitHints, KeyBuilder, LookupCore, build_keys
 from kvmask.errors import ArgumentError, KVMaskError
-from kvmask.plan import STRATEGIES
+from kvmask.plans.moves import STRATEGIES
 from kvmask.vllm.local import unpack
 from kvmask.vllm.releases import (
     ExternalCachedBlockPool,

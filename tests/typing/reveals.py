@@ -43,6 +43,6 @@ reveal_type(plan.hit)  # R: kvmask.coordinator.Hit
 
 def uses(kv: kvmask.KVTransfer) -> None:
     reveal_type(kv.lookup(hashes, 256))  # R: kvmask.coordinator.Hit
-    reveal_type(kv.save(hashes, [[1], [2]], 256))  # R: kvmask.block_plan.SaveResult
-    reveal_type(kv.load(hashes, [[1], [2]], hit))  # R: kvmask.block_plan.LoadResult
+    reveal_type(kv.save(hashes, [[1], [2]], 256))  # R: kvmask.plans.blocks.SaveResult
+    reveal_type(kv.load(hashes, [[1], [2]], hit))  # R: kvmask.plans.blocks.LoadResult
     reveal_type(kv.stats.snapshot())  # R: dict[str, float]

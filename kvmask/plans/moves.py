@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvmask._core import Bitset, checked_answers, pick_missing, plan_blocks
-from kvmask.block_plan import (
+from kvmask.coordinator import Coordinator, Hit
+from kvmask.errors import AlignmentError, ArgumentError, BlockIdError, PlanStateError
+from kvmask.groups import FullAttention, Mamba, check_count
+from kvmask.plans.blocks import (
     ALREADY_EXISTS,
     LEASE_EXPIRED,
     PIECES_PER_CALL,
@@ -25,10 +28,7 @@ from kvmask.block_plan import (
     block_tables,
     check_tokens,
 )
-from kvmask.coordinator import Coordinator, Hit
-from kvmask.errors import AlignmentError, ArgumentError, BlockIdError, PlanStateError
-from kvmask.groups import FullAttention, Mamba, check_count
-from kvmask.lookup_plan import DEFAULT_COSTS, STRATEGIES, CostModel, LookupPlan
+from kvmask.plans.lookup import DEFAULT_COSTS, STRATEGIES, CostModel, LookupPlan
 
 __all__ = ["DEFAULT_COSTS", "STRATEGIES", "CostModel", "LoadPlan", "LookupPlan", "SavePlan"]
 

@@ -33,7 +33,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvmask._core import KeyBuilder
-from kvmask._schema import (
+from kvmask.errors import ArgumentError, KeyFormatError
+from kvmask.keys.base import (
     KeySchema,
     check_counts,
     check_text,
@@ -42,7 +43,6 @@ from kvmask._schema import (
     release_number,
     warn,
 )
-from kvmask.errors import ArgumentError, KeyFormatError
 
 RANKS = ("head_or_tp_rank", "pcp_rank", "dcp_rank", "pp_rank", "group_id")
 

@@ -41,10 +41,10 @@ from typing import Any
 
 from kvmask import _core
 from kvmask._core import BlockHashes, KeyBuilder, build_keys
-from kvmask._digests import sha256
-from kvmask._schema import Hashes, KeySchema, Mask, check_counts, check_text, read_digest, warn
 from kvmask.errors import ArgumentError, HashInputError, KeyFormatError
 from kvmask.groups import check_count
+from kvmask.hashing.digests import sha256
+from kvmask.keys.base import Hashes, KeySchema, Mask, check_counts, check_text, read_digest, warn
 
 _PART = re.compile(r"[a-z0-9]+(_[a-z0-9]+)*")
 _KEY = re.compile(

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvmask import mooncake
+from kvmask.cli.explain import describe
 from kvmask.coordinator import Coordinator, Hit
 from kvmask.errors import AlignmentError, ArgumentError, MissingDependencyError
-from kvmask.explain import describe
 from kvmask.groups import FullAttention, Group, SlidingWindow
-from kvmask.hashes import hash_tokens
-from kvmask.keys_vllm import VllmKeys
+from kvmask.hashing.chain import hash_tokens
+from kvmask.keys.vllm import VllmKeys
 from kvmask.layout import KVLayout
-from kvmask.plan import LookupPlan
+from kvmask.plans.moves import LookupPlan
 from kvmask.transfer import KVTransfer
 
 GROUPS: tuple[Group, ...] = (

@@ -38,7 +38,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvmask._core import KeyBuilder, build_keys
-from kvmask._schema import (
+from kvmask.errors import ArgumentError, KeyFormatError
+from kvmask.groups import check_count
+from kvmask.keys.base import (
     Hashes,
     KeySchema,
     Mask,
@@ -49,8 +51,6 @@ from kvmask._schema import (
     release_number,
     warn,
 )
-from kvmask.errors import ArgumentError, KeyFormatError
-from kvmask.groups import check_count
 
 RANKS = ("tp_rank", "pcp_rank", "dcp_rank", "pp_rank", "group_id")
 STORE_LAYOUTS = ("lbhnc", "lbnhc")

@@ -19,10 +19,10 @@ from kvmask._core import (
     cut_calls,
     row_totals,
 )
-from kvmask._schema import KeySchema
 from kvmask.coordinator import Coordinator
 from kvmask.errors import ArgumentError, PlanStateError
 from kvmask.groups import check_count
+from kvmask.keys.base import KeySchema
 from kvmask.layout import KVLayout
 
 Schemas = Sequence[KeySchema | Sequence[KeySchema]]

@@ -43,12 +43,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvmask import _core
-from kvmask._cbor import canonical_cbor
 from kvmask._core import BlockHashes, KeyBuilder
-from kvmask._schema import KeySchema, check_counts, check_text, read_digest, warn
 from kvmask.errors import ArgumentError, HashInputError, KeyFormatError, MissingDependencyError
 from kvmask.groups import check_count
-from kvmask.hashes import hash_tokens, start_hash
+from kvmask.hashing.cbor import canonical_cbor
+from kvmask.hashing.chain import hash_tokens, start_hash
+from kvmask.keys.base import KeySchema, check_counts, check_text, read_digest, warn
 
 #: LMCache's names of torch dtypes, by torch's.
 DTYPES = {
@@ -256,7 +256,7 @@ def lmcache_chunk_hashes(
         token_ids: As `kvmask.hash_tokens` takes them.
         chunk_size: Tokens per chunk.
         algorithm: "sha256_cbor" or "sha256"; with ``objects`` also "blake3", the default there.
-        seed: As `kvmask.hashes.start_hash` takes it; unused by "blake3".
+        seed: As `kvmask.hashing.chain.start_hash` takes it; unused by "blake3".
         objects: For the multiprocess server's keys rather than for those of an engine process.
 
     Returns:

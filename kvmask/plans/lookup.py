@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmask._core import LookupCore
-from kvmask._schema import KeySchema
-from kvmask.block_plan import Hashes, Schemas, per_group
 from kvmask.coordinator import Coordinator, Hit
 from kvmask.errors import ArgumentError, PlanStateError
+from kvmask.keys.base import KeySchema
+from kvmask.plans.blocks import Hashes, Schemas, per_group
 
 STRATEGIES = ("staged", "exact")
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvmask._core import KeyBuilder
-from kvmask._schema import KeySchema, check_counts, check_text, read_digest
 from kvmask.errors import ArgumentError, KeyFormatError
-from kvmask.keys_vllm import RANKS
+from kvmask.keys.base import KeySchema, check_counts, check_text, read_digest
+from kvmask.keys.vllm import RANKS
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{16}")
 _KEY = re.compile(

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvmask.cli_key import add_key_command
-from kvmask.cli_numbers import natural, number, positive
+from kvmask.cli.key import add_key_command
+from kvmask.cli.numbers import natural, number, positive
 from kvmask.errors import ArgumentError, KVMaskError
 
 
@@ -86,7 +86,7 @@ def make_groups(given: Sequence[tuple[str, list[int]]], eagle: Sequence[int] | N
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    from kvmask import doctor
+    from kvmask.cli import doctor
 
     good = True
     for name, works, text in doctor.run(args.config, quiet_connect):
@@ -96,14 +96,14 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 
 def run_demo(args: argparse.Namespace) -> int:
-    from kvmask import demo
+    from kvmask.cli import demo
 
     return demo.run(args.tokens, args.memory, quiet_connect)
 
 
 def run_explain(args: argparse.Namespace) -> int:
     import kvmask
-    from kvmask import explain
+    from kvmask.cli import explain
 
     if not args.groups:
         raise ArgumentError("`explain` needs at least one of --full, --swa, --chunked, --mamba")
@@ -132,7 +132,7 @@ def run_explain(args: argparse.Namespace) -> int:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    from kvmask import measure
+    from kvmask.cli import measure
 
     shapes = args.shape or list(measure.SHAPES)
     for shape in shapes:

@@ -30,10 +30,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from kvmask import _core
-from kvmask._cbor import canonical_cbor
 from kvmask._core import BlockHashes
-from kvmask._digests import sha256, xxh3_128
 from kvmask.errors import ArgumentError, HashInputError
+from kvmask.hashing.cbor import canonical_cbor
+from kvmask.hashing.digests import sha256, xxh3_128
 
 __all__ = ["ALGORITHMS", "BlockHasher", "digest_size", "hash_tokens", "start_hash"]
 
@@ -289,7 +289,7 @@ def hash_tokens(
         seed: Text the start hash derives from, see `start_hash`. Excludes ``parent``.
         parent: Digest to continue from (bytes-like).
         extra_keys: One tuple or None per full block; None for none at all. Tuples are hashed as the
-            objects they are: see the module's note on identity, and `kvmask.extra_keys`.
+            objects they are: see the module's note on identity, and `kvmask.hashing.extra_keys`.
 
     Returns:
         BlockHashes: one digest per full block.

@@ -15,9 +15,9 @@ from kvmask._core import Bitset, BlockHashes
 from kvmask.coordinator import Coordinator
 from kvmask.errors import ArgumentError
 from kvmask.groups import FullAttention, Group, SlidingWindow
-from kvmask.keys_vllm import VllmKeys
+from kvmask.keys.vllm import VllmKeys
 from kvmask.layout import KVLayout
-from kvmask.plan import LookupPlan
+from kvmask.plans.moves import LookupPlan
 
 SHAPES: dict[str, tuple[Sequence[Group], int]] = {
     "DeepSeek-V4": (

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from kvmask._core import BlockHashes
-from kvmask._schema import KeySchema
-from kvmask.cli_numbers import natural, positive
+from kvmask.cli.numbers import natural, positive
 from kvmask.errors import ArgumentError, KeyFormatError, KeyFormatWarning
-from kvmask.extra_keys import block_extra_keys
-from kvmask.hashes import ALGORITHMS, hash_tokens, start_hash
+from kvmask.hashing.chain import ALGORITHMS, hash_tokens, start_hash
+from kvmask.hashing.extra_keys import block_extra_keys
 from kvmask.keys import (
     AscendKeys,
     LMCacheKeys,
@@ -29,6 +28,7 @@ from kvmask.keys import (
     lmcache_chunk_hashes,
     sglang_page_hashes,
 )
+from kvmask.keys.base import KeySchema
 
 ENGINES: dict[str, type[KeySchema]] = {
     "vllm": VllmKeys,

@@ -1,0 +1,37 @@
+"""Digests to store keys: one schema per format, all built by one routine of the core.
+
+====================  ======================================  =========================
+schema                written by                              format stated in
+====================  ======================================  =========================
+`VllmKeys`            vLLM's MooncakeStoreConnector           `kvmask.keys.vllm`
+`AscendKeys`          vllm-ascend's AscendStore               `kvmask.keys.ascend`
+`SglangKeys`          SGLang's HiCache over Mooncake          `kvmask.keys.sglang`
+`LMCacheKeys`         LMCache inside an engine                `kvmask.keys.lmcache`
+`LMCacheObjectKeys`   LMCache's multiprocess server           `kvmask.keys.lmcache`
+`StrictKeys`          kvmask itself                           `kvmask.keys.strict`
+====================  ======================================  =========================
+
+Each has ``keys()`` and its inverse ``parse()``.
+"""
+
+from kvmask.keys.ascend import AscendKeys
+from kvmask.keys.base import KeySchema
+from kvmask.keys.lmcache import LMCacheKeys, LMCacheObjectKeys, lmcache_chunk_hashes
+from kvmask.keys.sglang import SglangKeys, sglang_page_hashes, sglang_seed
+from kvmask.keys.strict import StrictKeys, fingerprint
+from kvmask.keys.vllm import VllmKeys, store_namespace
+
+__all__ = [
+    "AscendKeys",
+    "KeySchema",
+    "LMCacheKeys",
+    "LMCacheObjectKeys",
+    "SglangKeys",
+    "StrictKeys",
+    "VllmKeys",
+    "fingerprint",
+    "lmcache_chunk_hashes",
+    "sglang_page_hashes",
+    "sglang_seed",
+    "store_namespace",
+]

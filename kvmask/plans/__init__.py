@@ -1,0 +1,1 @@
+"""Lookup, save, load: pure state machines that say which call of the store comes next."""
