@@ -97,7 +97,9 @@ cdef class BlockHashes:
     cdef list items
     cdef Py_ssize_t size
     cdef readonly Py_ssize_t n
+    cdef readonly object origin  # DigestOrigin, or None when it is not known
     cdef const unsigned char *at(self, Py_ssize_t i, Py_ssize_t *size) except NULL
+    cdef BlockHashes with_origin(self, object origin)
 
 
 cdef class KeyBuilder:

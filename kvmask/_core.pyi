@@ -3,6 +3,8 @@ from typing import Any, Final, Self, overload
 
 from typing_extensions import Buffer, disjoint_base
 
+from kvmask.hashing.origin import DigestOrigin
+
 MAX_BITS: Final[int]
 GIL_MIN_BITS: Final[int]
 MAX_TOKENS: Final[int]
@@ -44,11 +46,17 @@ class Bitset(Sequence[bool]):
 
 @disjoint_base
 class BlockHashes(Sequence[bytes]):
-    def __init__(self, buffer: Buffer, digest_size: int) -> None: ...
+    def __init__(
+        self, buffer: Buffer, digest_size: int, *, origin: DigestOrigin | None = None
+    ) -> None: ...
     @classmethod
-    def from_list(cls, digests: Sequence[bytes]) -> BlockHashes: ...
+    def from_list(
+        cls, digests: Sequence[bytes], *, origin: DigestOrigin | None = None
+    ) -> BlockHashes: ...
     @property
     def n(self) -> int: ...
+    @property
+    def origin(self) -> DigestOrigin | None: ...
     @property
     def digest_size(self) -> int | None: ...
     def __len__(self) -> int: ...

@@ -11,6 +11,8 @@ from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE, PyList_New, PyList_S
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
 
+from functools import partial as _partial
+
 MAX_DIGEST_BYTES = 4096
 cdef Py_ssize_t c_max_digest_bytes = MAX_DIGEST_BYTES
 
@@ -24,6 +26,12 @@ cdef class BlockHashes:
         buffer: Any contiguous buffer of ``n * digest_size`` bytes. It is kept, not copied: the
             owner must not change it while the hashes are in use.
         digest_size: Bytes per digest, from 1 to ``MAX_DIGEST_BYTES``.
+        origin: A `kvmask.hashing.DigestOrigin` that says how the digests were made; None when that
+            is not known.
+
+    Attributes:
+        n: Number of digests.
+        origin: As it was given. `kvmask.hash_tokens` sets it; copies and pickles keep it.
 
     Raises:
         ArgumentError: The buffer's length is no multiple of ``digest_size``.
@@ -33,9 +41,10 @@ cdef class BlockHashes:
     (2, '04050607')
     """
 
-    def __cinit__(self, buffer=None, digest_size=0):
+    def __cinit__(self, buffer=None, digest_size=0, *, origin=None):
         cdef Py_ssize_t size
         self.data = NULL
+        self.origin = as_origin(origin)
         if buffer is None:
             return
         size = as_int64(digest_size, "digest_size", 1, MAX_DIGEST_BYTES)
@@ -50,7 +59,7 @@ cdef class BlockHashes:
         self.size = size
         self.n = self.view.len // size
 
-    def __init__(self, buffer, digest_size):
+    def __init__(self, buffer, digest_size, *, origin=None):
         if buffer is None:
             raise TypeError("`buffer` must support the buffer protocol, got None")
 
@@ -59,7 +68,7 @@ cdef class BlockHashes:
             PyBuffer_Release(&self.view)
 
     @classmethod
-    def from_list(cls, digests):
+    def from_list(cls, digests, *, origin=None):
         """A view over a list of digests, which may have unequal lengths.
 
         A list of bytes is kept, not copied: digests appended later are not seen, and none may be
@@ -67,9 +76,11 @@ cdef class BlockHashes:
 
         Args:
             digests: Sequence of bytes; when the first or last item is another buffer, all are
-                copied.
+                copied. BlockHashes are taken as they are.
+            origin: As for the class.
 
         Raises:
+            ArgumentError: The digests are BlockHashes of another origin.
             HashInputError: An item is no buffer or is empty.
 
         >>> BlockHashes.from_list([b"ab", b"c"])[1]
@@ -79,16 +90,31 @@ cdef class BlockHashes:
         cdef list items
         cdef Py_ssize_t i
         if isinstance(digests, BlockHashes):
-            return digests
+            return (<BlockHashes>digests).with_origin(as_origin(origin))
         items = digests if type(digests) is list else list(digests)
         # A list of bytes is taken as it is, and every item checked when it is used: a long prompt
         # has tens of thousands, of which a lookup uses a few hundred.
         if items and not (is_digest(items[0]) and is_digest(items[len(items) - 1])):
             items = [as_digest(item, i) for i, item in enumerate(items)]
-        self = BlockHashes.__new__(BlockHashes)
+        self = BlockHashes.__new__(BlockHashes, origin=origin)
         self.items = items
         self.n = len(items)
         return self
+
+    cdef BlockHashes with_origin(self, object origin):
+        cdef BlockHashes out
+        if origin is None or origin == self.origin:
+            return self
+        if self.origin is not None:
+            raise ArgumentError(
+                f"`origin` must be that of the digests, got {origin!r} and {self.origin!r}"
+            )
+        if self.items is None:
+            return BlockHashes(<object>self.view.obj, self.size, origin=origin)
+        out = BlockHashes.__new__(BlockHashes, origin=origin)
+        out.items = self.items
+        out.n = self.n
+        return out
 
     cdef const unsigned char *at(self, Py_ssize_t i, Py_ssize_t *size) except NULL:
         cdef PyObject *item
@@ -161,9 +187,11 @@ cdef class BlockHashes:
         return PyBytes_FromStringAndSize(<const char *>self.data, self.n * self.size)
 
     def __reduce__(self):
-        if self.items is not None:
-            return BlockHashes.from_list, (list(self),)
-        return BlockHashes, (self.tobytes(), self.size)
+        flat = self.items is None
+        make = BlockHashes if flat else BlockHashes.from_list
+        if self.origin is not None:
+            make = _partial(make, origin=self.origin)
+        return make, ((self.tobytes(), self.size) if flat else (list(self),))
 
     def __repr__(self):
         kind = f"{self.size} bytes each" if self.size else "from a list"
@@ -171,6 +199,16 @@ cdef class BlockHashes:
 
 
 _Sequence.register(BlockHashes)
+
+
+cdef object as_origin(object origin):
+    """None or a DigestOrigin, known by its fields: its module is above this one."""
+    if origin is None:
+        return None
+    fields = getattr(origin, "_fields", None) if isinstance(origin, tuple) else None
+    if fields != ("block_size", "algorithm", "start"):
+        raise TypeError(f"`origin` must be a DigestOrigin, got {type(origin).__name__}")
+    return origin
 
 
 cdef bint is_digest(object item) noexcept:

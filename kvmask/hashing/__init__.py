@@ -8,10 +8,12 @@ from kvmask.hashing.chain import (
     hash_tokens,
     start_hash,
 )
+from kvmask.hashing.origin import DigestOrigin
 
 __all__ = [
     "ALGORITHMS",
     "BlockHasher",
+    "DigestOrigin",
     "chain_hashes",
     "digest_size",
     "hash_tokens",

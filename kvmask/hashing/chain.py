@@ -34,6 +34,7 @@ from kvmask._core import BlockHashes
 from kvmask.errors import ArgumentError, HashInputError
 from kvmask.hashing.cbor import canonical_cbor
 from kvmask.hashing.digests import sha256, xxh3_128
+from kvmask.hashing.origin import DigestOrigin
 
 __all__ = ["ALGORITHMS", "BlockHasher", "digest_size", "hash_tokens", "start_hash"]
 
@@ -292,7 +293,8 @@ def hash_tokens(
             objects they are: see the module's note on identity, and `kvmask.hashing.extra_keys`.
 
     Returns:
-        BlockHashes: one digest per full block.
+        BlockHashes: one digest per full block. Its ``origin`` holds ``block_size``, ``algorithm``
+        and the start hash, or ``parent``.
 
     Raises:
         HashInputError: Token ids, parent or extra keys that have no exact digest, or a start hash
@@ -312,7 +314,8 @@ def hash_tokens(
     else:
         start = _check_parent(parent)
     ids = token_ids if type(token_ids) is _core.TokenIds else _core.TokenIds(token_ids)
-    return BlockHashes(chain_hashes(ids, size, algorithm, start, extra_keys, own_parent), width)
+    chain = chain_hashes(ids, size, algorithm, start, extra_keys, own_parent)
+    return BlockHashes(chain, width, origin=DigestOrigin(size, algorithm, start))
 
 
 class BlockHasher:
@@ -329,6 +332,7 @@ class BlockHasher:
     Attributes:
         hashes: list of bytes, one digest per full block so far.
         num_tokens: Tokens seen so far.
+        origin: DigestOrigin of the digests.
 
     >>> hasher = BlockHasher(4, seed="vllm-none-hash")
     >>> len(hasher.extend([1, 2, 3])), len(hasher.extend([4, 5])), hasher.num_tokens
@@ -350,6 +354,7 @@ class BlockHasher:
         # A copy is an object of our own, which no extra key can be.
         own = bytes(bytearray(_check_parent(parent))) if parent is not None else None
         self._last = own if own is not None else start_hash(algorithm, seed)
+        self.origin = DigestOrigin(self.block_size, algorithm, self._last)
         self._tail: list[int] = []
         self.hashes: list[bytes] = []
 
@@ -363,6 +368,19 @@ class BlockHasher:
     def num_tokens(self) -> int:
         """Tokens seen so far."""
         return len(self.hashes) * self.block_size + len(self._tail)
+
+    def block_hashes(self) -> BlockHashes:
+        """The digests so far, with their origin.
+
+        A view, not a copy: digests of later blocks are not in it, and ``hashes`` must not lose any
+        while it is in use.
+
+        >>> hasher = BlockHasher(4, seed="vllm-none-hash")
+        >>> _ = hasher.extend(range(9))
+        >>> len(hasher.block_hashes()), hasher.block_hashes().origin.block_size
+        (2, 4)
+        """
+        return BlockHashes.from_list(self.hashes, origin=self.origin)
 
     def extend(self, token_ids: Any, extra_keys: ExtraKeys | None = None) -> list[bytes]:
         """Append tokens; hash the blocks they complete.
