@@ -144,7 +144,7 @@ def make_hashes(args: argparse.Namespace, tokens: list[int]) -> tuple[BlockHashe
         size = args.block_size or 256
         objects = args.engine == "lmcache-objects"
         algorithm = args.algorithm or ("blake3" if objects else "sha256_cbor")
-        return lmcache_chunk_hashes(tokens, size, algorithm, args.seed, objects), size, 1
+        return lmcache_chunk_hashes(tokens, size, algorithm, args.seed, objects=objects), size, 1
     block = args.block_size or 16
     size = args.hash_block or block
     if block % size:

@@ -8,7 +8,9 @@ from kvmask.hashing.chain import (
     hash_tokens,
     start_hash,
 )
+from kvmask.hashing.lmcache import lmcache_chunk_hashes
 from kvmask.hashing.origin import DigestOrigin
+from kvmask.hashing.sglang import sglang_page_hashes, sglang_seed
 
 __all__ = [
     "ALGORITHMS",
@@ -17,5 +19,8 @@ __all__ = [
     "chain_hashes",
     "digest_size",
     "hash_tokens",
+    "lmcache_chunk_hashes",
+    "sglang_page_hashes",
+    "sglang_seed",
     "start_hash",
 ]

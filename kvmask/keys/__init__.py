@@ -14,10 +14,12 @@ schema                written by                              format stated in
 Each has ``keys()`` and its inverse ``parse()``.
 """
 
+from kvmask.hashing.lmcache import lmcache_chunk_hashes
+from kvmask.hashing.sglang import sglang_page_hashes, sglang_seed
 from kvmask.keys.ascend import AscendKeys
 from kvmask.keys.base import KeySchema
-from kvmask.keys.lmcache import LMCacheKeys, LMCacheObjectKeys, lmcache_chunk_hashes
-from kvmask.keys.sglang import SglangKeys, sglang_page_hashes, sglang_seed
+from kvmask.keys.lmcache import LMCacheKeys, LMCacheObjectKeys
+from kvmask.keys.sglang import SglangKeys
 from kvmask.keys.strict import StrictKeys, fingerprint
 from kvmask.keys.vllm import VllmKeys, store_namespace
 

@@ -1,4 +1,4 @@
-"""Keys of SGLang's HiCache over Mooncake, byte for byte, and the page hash they hold.
+"""Keys of SGLang's HiCache over Mooncake, byte for byte.
 
 ::
 
@@ -18,32 +18,22 @@ reads like a TP rank, so that two such deployments must not share model name and
 are split between TP sizes, a rank writes the keys of several `tp_rank`. Mooncake's group id of a
 page is ``"sglang-hicache:"`` and the key up to and including `hex`.
 
-The hash of a page is SHA-256 over the hash of the page before (32 bytes, absent for the first page)
-and the page's token ids, four bytes each, little endian; when an id of the page needs more, the
-byte ``ff`` and then eight bytes each. With EAGLE a page is made of pairs, each token and its
-successor. A request with an extra key or a cache salt starts, instead of from nothing, from the
-SHA-256 of ``"sglang-cache-namespace-v1"`` and, for either of the two, ``00`` when it is absent,
-else ``01``, its length in UTF-8 (eight bytes, little endian) and the text.
+What `hex` is made of is stated in `kvmask.hashing.sglang`.
 
-Sources: `mem_cache/storage/mooncake_store/mooncake_store.py`, `mem_cache/utils.py` and
-`mem_cache/cpp_utils/hash_binding.cpp` of SGLang 0.5.23. The unified key scheme of that release
-(``--hicache-storage-key-scheme unified``) is another format and not covered.
+Source: `mem_cache/storage/mooncake_store/mooncake_store.py` of SGLang 0.5.23. The unified key
+scheme of that release (``--hicache-storage-key-scheme unified``) is another format and not covered.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvmask import _core
-from kvmask._core import BlockHashes, KeyBuilder, build_keys
-from kvmask.errors import ArgumentError, HashInputError, KeyFormatError
+from kvmask._core import KeyBuilder, build_keys
+from kvmask.errors import ArgumentError, KeyFormatError
 from kvmask.groups import check_count
-from kvmask.hashing.digests import sha256
 from kvmask.keys.base import Hashes, KeySchema, Mask, check_counts, check_text, read_digest, warn
 
 _PART = re.compile(r"[a-z0-9]+(_[a-z0-9]+)*")
@@ -186,67 +176,3 @@ class SglangKeys(KeySchema):
                 cls(model, tp_rank, pp_rank, max(2, pp_rank + 1), part=part, backend_tag=tag),
                 digest,
             )
-
-
-def sglang_seed(extra_key: str | None = None, cache_salt: str | None = None) -> bytes | None:
-    """What stands in for the page before the first; None when a request has neither.
-
-    >>> sglang_seed() is None
-    True
-    """
-    if extra_key is None and cache_salt is None:
-        return None
-    seed = hashlib.sha256(b"sglang-cache-namespace-v1")
-    for name, part in (("extra_key", extra_key), ("cache_salt", cache_salt)):
-        if part is None:
-            seed.update(b"\x00")
-            continue
-        check_text(part, name)
-        text = part.encode()
-        seed.update(b"\x01" + len(text).to_bytes(8, "little") + text)
-    return seed.digest()
-
-
-def sglang_page_hashes(
-    token_ids: Any,
-    page_size: int,
-    parent: Any = None,
-    extra_key: str | None = None,
-    cache_salt: str | None = None,
-    eagle: bool = False,
-) -> BlockHashes:
-    """Chained hashes of the full pages of a token sequence, as SGLang's HiCache computes them.
-
-    Args:
-        token_ids: As `kvmask.hash_tokens` takes them.
-        page_size: Tokens per page.
-        parent: Hash of the page before (bytes-like), to continue. Excludes the next two.
-        extra_key: The request's extra key.
-        cache_salt: The request's salt.
-        eagle: Whether a page is made of pairs of neighbours, as with EAGLE. Slower.
-
-    Returns:
-        BlockHashes: one digest of 32 bytes per full page.
-
-    Raises:
-        HashInputError: Token ids or a parent that cannot be hashed.
-
-    >>> sglang_page_hashes(range(16), 4)[0].hex()[:16]
-    'baed642339816aff'
-    """
-    check_count(page_size, "page_size", 1)
-    size = page_size
-    start = sglang_seed(extra_key, cache_salt)
-    if parent is not None:
-        if start is not None:
-            raise ArgumentError("`parent` excludes `extra_key` and `cache_salt`")
-        start = bytes(memoryview(parent))
-        if len(start) != 32:
-            raise HashInputError(f"`parent` must be a digest of 32 bytes, got {len(start)}")
-    ids = _core.TokenIds(token_ids)
-    if eagle:
-        tokens = ids.take(0, len(ids))
-        pairs = [token for pair in itertools.pairwise(tokens) for token in pair]
-        ids, size = _core.TokenIds(pairs), 2 * size
-    chain = _core.hash_chain(ids, size, _core.ENCODING_PAGES, sha256(), start or b"")
-    return BlockHashes(chain, 32)

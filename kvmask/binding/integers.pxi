@@ -1,0 +1,65 @@
+# The one check of an integer argument.
+
+from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
+
+import operator as _operator
+
+# A longer integer is not written out in a message: Python refuses past some thousands of digits.
+cdef int c_shown_bits = 256
+
+
+cdef object shown_integer(object number):
+    if number.bit_length() <= c_shown_bits:
+        return number
+    return f"{'a negative' if number < 0 else 'an'} integer of {number.bit_length()} bits"
+
+
+def check_integer(value, str name not None, low=1, high=None, *, error=ArgumentError):
+    """An integer argument as a plain int.
+
+    Args:
+        value: Whatever Python takes as an index: int, NumPy integers, but no bool.
+        name: What messages call it, put between backticks unless it holds some.
+        low: Least value.
+        high: Largest value; None for no limit.
+        error: Exception class of a value out of range.
+
+    Returns:
+        int.
+
+    Raises:
+        TypeError: It is no integer, whatever ``error`` is.
+        ArgumentError: It is out of range, or what ``error`` names.
+
+    >>> check_integer(3, "rank", 0, 7)
+    3
+    """
+    cdef object number = None
+    if not isinstance(value, bool):
+        try:
+            number = _operator.index(value)
+        except TypeError:
+            pass
+    if "`" not in name:
+        name = f"`{name}`"
+    if number is None:
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
+    # A subclass of int may compare as it likes: what counts is its value.
+    number = int.__index__(number)
+    if high is None:
+        if number < low:
+            raise error(f"{name} must be at least {low}, got {shown_integer(number)}")
+    elif not low <= number <= high:
+        raise error(f"{name} must be from {low} to {high}, got {shown_integer(number)}")
+    return number
+
+
+cdef int64_t as_int64(object value, str name, int64_t low, int64_t high) except? -1:
+    """The same for a range within 64 bits, as a C integer."""
+    cdef int overflow = 0
+    cdef int64_t result
+    if PyLong_CheckExact(value):
+        result = PyLong_AsLongLongAndOverflow(value, &overflow)
+        if not overflow and low <= result <= high:
+            return result
+    return check_integer(value, name, low, high)
