@@ -19,7 +19,7 @@ from kvmask.errors import ArgumentError, KVMaskError
 
 @contextlib.contextmanager
 def hushed() -> Iterator[None]:
-    """Keep what Mooncake's client writes to stderr while it is set up; show it after a failure."""
+    """Hide what Mooncake's client writes to stderr during its set-up, unless the set-up fails."""
     sys.stderr.flush()
     saved = os.dup(2)
     try:
@@ -39,7 +39,7 @@ def hushed() -> Iterator[None]:
 
 
 def quiet_connect(*args: Any, **kwargs: Any) -> Any:
-    """`mooncake.connect` without the client's own lines."""
+    """`mooncake.connect` without the client's log lines."""
     from kvmask import mooncake
 
     with hushed():
@@ -47,7 +47,7 @@ def quiet_connect(*args: Any, **kwargs: Any) -> Any:
 
 
 class GroupAction(argparse.Action):
-    """Collects --full, --swa, --chunked and --mamba in the order given."""
+    """Collects the values of --full, --swa, --chunked and --mamba in the order given."""
 
     def __call__(
         self,
@@ -67,7 +67,10 @@ class GroupAction(argparse.Action):
 
 
 def make_groups(given: Sequence[tuple[str, list[int]]], eagle: Sequence[int] | None) -> list[Any]:
-    """Build groups from the command line; `eagle` holds group ids, empty means all that can."""
+    """Create groups from the command line.
+
+    `eagle` holds the ids of the EAGLE groups. Empty means all groups that support EAGLE.
+    """
     import kvmask
 
     makers = {
@@ -153,7 +156,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Describe the command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="kvmask", description="Masks, keys and transfers of a KV cache kept in Mooncake Store."
     )
@@ -213,11 +216,11 @@ def _end(signum: int, frame: Any) -> None:
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind like Ctrl-C, so that what a command started is stopped."""
+    """Make SIGTERM and SIGHUP raise, as Ctrl-C does. So a command stops what it started."""
     saved = []
     if threading.current_thread() is threading.main_thread():
         for signum in (signal.SIGTERM, signal.SIGHUP):
-            # Not where the caller ignores it, as nohup does, or has a handler of its own.
+            # Leave it as it is if the caller ignores the signal (nohup does) or has a handler.
             if signal.getsignal(signum) is signal.SIG_DFL:
                 saved.append(signum)
                 signal.signal(signum, _end)
@@ -229,8 +232,8 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def prepare_streams() -> None:
-    """Make printing safe: no stream missing, no character that the encoding lacks."""
-    # A closed descriptor would be given to the next file opened, and get what is printed.
+    """Make printing safe with closed streams and with characters that the encoding lacks."""
+    # The next opened file would get the number of a closed descriptor, and then the printed text.
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
@@ -245,7 +248,7 @@ def prepare_streams() -> None:
 
 
 def _drop_stdout() -> None:
-    """Point stdout nowhere: what is left in its buffer would fail again at the exit."""
+    """Redirect stdout to the null device. Otherwise flushing its buffer fails again at exit."""
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 1)
     os.close(devnull)
@@ -259,7 +262,7 @@ def _run(args: argparse.Namespace) -> int:
     except KVMaskError as error:
         print(f"kvmask: {error}", file=sys.stderr)
     except BrokenPipeError:
-        _drop_stdout()  # the reader has gone, as `| head` does
+        _drop_stdout()  # the reader has closed the pipe, as `| head` does
     except OSError as error:
         print(f"kvmask: {error}", file=sys.stderr)
     except MemoryError as error:
@@ -272,7 +275,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 130 after Ctrl-C, 143 after SIGTERM."""
+    """Run the command line and return its exit status (130 after Ctrl-C, 143 after SIGTERM)."""
     prepare_streams()
     args = build_parser().parse_args(argv)
     with ended_by_signals():

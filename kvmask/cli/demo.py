@@ -1,8 +1,9 @@
-"""The main job on one machine: save a request's KV cache, find it from another client, load it.
+"""`kvmask demo`: save a request's KV cache, find it from another client, and load it.
 
-A DeepSeek-V4-shaped request in real tensors with random bytes, a Mooncake master of its own on
-loopback, two clients, and a comparison of every byte. Blocks are small (16 bytes per token and
-layer) so that it takes seconds; the masks and keys are those of the real shape.
+The demo starts a Mooncake master on loopback and two clients. The request has the groups of
+DeepSeek-V4, in real tensors with random bytes. At the end every byte is compared. Masks and keys
+are those of the real model. Blocks are small (16 bytes per token and layer), so that the demo takes
+only seconds.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ HASH_BLOCK = 4
 LAYERS = 2  # per group
 BYTES_PER_TOKEN = 16  # per layer
 MODEL = "DeepSeek-V4"
-MAX_TOKENS = 1 << 20  # what is stored of them must fit the pool, 256 MiB
+MAX_TOKENS = 1 << 20  # the stored blocks of this many tokens fit into the pool of 256 MiB
 
 _GROUP_OF_KEY = re.compile(r"@group:(\d+)@")
 T = TypeVar("T")
 
 
 class CountingStore:
-    """Passes the calls on to a store; counts keys per group and the time spent in it."""
+    """Forwards calls to a store. Counts the keys per group and the time in the store's calls."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -56,7 +57,7 @@ class CountingStore:
         self.calls = 0
 
     def reset(self) -> None:
-        """Forget what was counted."""
+        """Set all counters to zero."""
         for counter in (self.asked, self.put, self.got):
             counter.clear()
         self.seconds, self.calls = 0.0, 0
@@ -99,7 +100,7 @@ class CountingStore:
 
 
 def mooncake_has_cuda() -> bool:
-    """True when the installed Mooncake can read GPU memory: its module is linked with CUDA."""
+    """True when the installed Mooncake can read GPU memory, which means it is linked with CUDA."""
     spec = importlib.util.find_spec("mooncake")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         for name in ("engine.so", "store.so"):
@@ -110,7 +111,7 @@ def mooncake_has_cuda() -> bool:
 
 
 class Memory:
-    """KV tensors of one engine: torch (CUDA where it can be used) or NumPy.
+    """KV tensors of one engine, of torch (on CUDA if possible) or NumPy.
 
     Args:
         prefer: "auto", "torch" or "numpy".
@@ -139,13 +140,13 @@ class Memory:
 
     @property
     def name(self) -> str:
-        """What the tensors are, for people."""
+        """A text that describes the tensors."""
         if self.torch is not None:
             return f"torch {self.torch.__version__} tensors on {self.device}"
         return f"NumPy {self.numpy.__version__} arrays"
 
     def tensor(self, shape: tuple[int, ...], seed: int | None) -> Any:
-        """Random bytes, or zeros without a seed."""
+        """Return a tensor of random bytes, or of zeros if `seed` is None."""
         if self.torch is not None:
             if seed is None:
                 return self.torch.zeros(shape, dtype=self.torch.uint8, device=self.device)
@@ -158,11 +159,11 @@ class Memory:
         return self.numpy.random.default_rng(seed).integers(0, 256, shape, dtype=self.numpy.uint8)
 
     def differing(self, a: Any, b: Any) -> int:
-        """How many bytes differ."""
+        """Return the number of bytes that differ."""
         return int((a != b).sum())
 
     def ready(self) -> Any:
-        """What a transfer must wait for before it touches the tensors; nothing on the CPU."""
+        """Return what a transfer must wait for before it uses the tensors (None on the CPU)."""
         return self.torch.cuda.current_stream() if self.device != "cpu" else None
 
 
@@ -180,7 +181,7 @@ class Engine:
         self.block_ids: list[list[int]] = []
         layouts = []
         for g, (group, count) in enumerate(zip(coord.groups, blocks, strict=True)):
-            num_blocks = count + count // 4 + 1  # block 0 is the empty entry of block tables
+            num_blocks = count + count // 4 + 1  # block 0 means "no block" in block tables
             shape = (num_blocks, group.block_size, BYTES_PER_TOKEN)
             start = None if seed == 0 else seed + 100 * g
             layers = [
@@ -195,13 +196,13 @@ class Engine:
 
 
 class Clock:
-    """Times steps; the part spent in the store beside it."""
+    """Measures the time of steps, in total and inside the store's calls."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, float, float, int]] = []
 
     def run(self, name: str, store: CountingStore, step: Callable[[], T]) -> T:
-        """Run one step from counters of zero."""
+        """Set the counters to zero, run one step and note its times."""
         store.reset()
         start = time.perf_counter()
         result = step()
@@ -210,9 +211,9 @@ class Clock:
 
 
 def compare(source: Engine, target: Engine, hit: Hit) -> tuple[int, int]:
-    """Return how many bytes of the loaded blocks there are, and how many differ.
+    """Return the number of loaded bytes, and the number of bytes that are wrong.
 
-    Every byte of the target's other blocks counts too: they must still be zero.
+    The target's other blocks must still be zero. Bytes of them that are not zero count as wrong.
     """
     total = wrong = 0
     memory = source.memory
@@ -229,7 +230,7 @@ def compare(source: Engine, target: Engine, hit: Hit) -> tuple[int, int]:
 
 
 def table(rows: list[list[str]]) -> str:
-    """Columns as wide as they must be; the first one left-aligned, numbers right-aligned."""
+    """Align the columns of some rows: the first column to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -247,13 +248,13 @@ def run(
     connect: Callable[..., Any] = mooncake.connect,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Run the demo and return an exit status: 1 when one byte differs or a key failed.
+    """Run the demo and return an exit status, which is 1 if a byte differs or a key failed.
 
     Args:
         num_tokens: Tokens of the saved request, a multiple of 256.
         memory: "auto", "torch" or "numpy".
-        connect: Replaces `mooncake.connect`, with its arguments.
-        say: Takes the lines that are printed.
+        connect: Called instead of `mooncake.connect`, with the same arguments.
+        say: Called with each line to print.
     """
     coord = Coordinator(GROUPS, hash_block_size=HASH_BLOCK)
     if num_tokens < coord.alignment or num_tokens % coord.alignment:
@@ -287,7 +288,7 @@ def run(
                 stored = Counter(first.put)
                 for failure in saved.failed[:3]:
                     say(f"not saved: {failure.key} code {mooncake.code_name(failure.code)}")
-                # A later request goes on after the same prompt.
+                # The lookups are for a later request with the same prompt and one more token.
                 exact = clock.run(
                     "lookup, exact",
                     second,
@@ -313,7 +314,7 @@ def run(
                 total, wrong = compare(source, target, hit)
                 plan = LookupPlan(coord, source.schemas, hashes, num_tokens + 1)
         finally:
-            for store in stores:  # before the master: a client without one closes slowly
+            for store in stores:  # before the master ends: without it a client closes slowly
                 store.close()
     head = ["group", "blocks", "stored", "asked exact", "asked staged", "loaded", "without masks"]
     rows = [head]

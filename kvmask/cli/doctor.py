@@ -1,4 +1,4 @@
-"""`kvmask doctor`: one line per thing that must work, and a real object put and got back."""
+"""`kvmask doctor`: checks of this machine, one line each. One puts an object and gets it back."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _package() -> str:
             found.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    if len(found) > 1:  # one overwrites the other's files
+    if len(found) > 1:  # they install the same files, so one overwrites the other
         raise KVMaskError(f"only one build of Mooncake may be installed, got {', '.join(found)}")
     return found[0] if found else "imported, from no installed distribution"
 
@@ -78,7 +78,7 @@ def round_trip(store: Any) -> str:
     """Put one object into a store, find it and get it back.
 
     Raises:
-        StoreError: A call answered something else, or the bytes differ.
+        StoreError: A call returned a wrong result, or the bytes differ.
     """
     key = f"kvmask-doctor/{uuid.uuid4().hex}"
     source = ctypes.create_string_buffer(os.urandom(SIZE), SIZE)
@@ -113,15 +113,15 @@ def _expect(call: str, answer: Any, right: Any) -> None:
 def run(
     config: str | None = None, connect: Callable[..., Any] = mooncake.connect
 ) -> Iterator[Check]:
-    """Check everything, one after another; later checks run although earlier ones fail.
+    """Run all checks in order. A check runs even if earlier ones failed.
 
     Args:
-        config: Path of the store's configuration; None takes $MOONCAKE_CONFIG_PATH, and where that
-            is not set, a local master of its own.
-        connect: Replaces `mooncake.connect`, with its arguments.
+        config: Path of the store's configuration. None takes the path from $MOONCAKE_CONFIG_PATH.
+            If that is not set, a local master is started.
+        connect: Called instead of `mooncake.connect`, with the same arguments.
 
     Yields:
-        Name, whether it works, and what was found or is wrong.
+        The name of the check, whether it passed, and what was found or is wrong.
     """
     path = config or os.environ.get(mooncake.CONFIG_ENV) or None
     settings: mooncake.StoreConfig | None = None
@@ -140,7 +140,7 @@ def run(
             if settings is None:
                 store = connect(stack.enter_context(mooncake.local_master()))
             else:
-                # Little memory: the check must not take what the engines were given.
+                # Use little memory, because the engines on this machine need theirs.
                 segment = min(settings.global_segment_size, 16 * mooncake.MIB)
                 store = connect(settings, segment_bytes=segment, buffer_bytes=16 * mooncake.MIB)
             stack.callback(store.close)

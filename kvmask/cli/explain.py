@@ -1,4 +1,4 @@
-"""Text pictures of masks: which blocks of each group are stored, asked for and loaded."""
+"""`kvmask explain`: draw masks as text, to show which blocks are stored, looked up and loaded."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from kvmask.errors import ArgumentError
 from kvmask.groups import ChunkedLocal, Group, Mamba, SlidingWindow
 
 ALL, SOME, NONE = "#", "+", "."
-# Of all groups together: their three masks then take 100 MB.
+# Blocks of all groups together. All masks of so many blocks take 100 MB.
 MAX_BLOCKS = 1 << 28
 
 
 def describe(group: Group) -> str:
-    """Name a group's attention kind and sizes, in tokens.
+    """Describe a group: its kind of attention, and its sizes in tokens.
 
     >>> describe(SlidingWindow(block_size=64, window=128, eagle=True))
     'sliding window 128, blocks of 64, EAGLE'
@@ -38,13 +38,16 @@ def describe(group: Group) -> str:
 def strip(
     mask: Sequence[bool] | None, num_blocks: int, width: int = 64, first_block: int = 0
 ) -> str:
-    """Draw a mask in at most `width` characters: all set, some set, none set.
+    """Draw a mask in at most `width` characters.
+
+    A character shows whether all, some or none of its blocks are set.
 
     Args:
-        mask: One bit per block from `first_block` on; None means all of those set.
-        num_blocks: Blocks that are drawn.
-        width: Characters; every one stands for equally many blocks, the last for the rest.
-        first_block: Where the mask begins; blocks before it are drawn as none.
+        mask: One bit per block, from `first_block` on. None means that all are set.
+        num_blocks: Number of blocks to draw, from block 0 on.
+        width: Number of characters. Each stands for the same number of blocks; the last one may
+            stand for fewer.
+        first_block: First block of the mask. Blocks before it are drawn as not set.
 
     >>> strip([False, False, True, True], 4), strip(None, 3)
     ('..##', '###')
@@ -61,7 +64,7 @@ def strip(
         if mask is None:
             hits = high - low
         else:
-            # Counted in the bitset: a list of its bools would take eight bytes per bit.
+            # A slice of a bitset is a bitset. A list of bools would take eight bytes per bit.
             hits = mask[low - first_block : high - first_block].count(True)
         cells.append(ALL if hits == stop - start else SOME if hits else NONE)
     return "".join(cells)
@@ -79,11 +82,11 @@ def explain(
 
     Args:
         coord: The groups.
-        num_tokens: Tokens; cut down to what a hit can be.
-        start_token: The store mask begins here.
-        num_prompt_tokens: Length of the prompt, for the replay boundaries of sparse retention;
-            None is `num_tokens`.
-        width: Characters per picture.
+        num_tokens: Tokens of the prefix. Rounded down to the hit alignment.
+        start_token: First token of the store mask.
+        num_prompt_tokens: Length of the prompt, for the replay boundaries of sparse retention.
+            None means `num_tokens`.
+        width: Number of characters per mask.
 
     Raises:
         ArgumentError: There are more than `MAX_BLOCKS` blocks.
@@ -116,7 +119,7 @@ def explain(
             first = -(-start_token // group.block_size) if name == "store" else 0
             mask, count = per_group[g], max(0, total - first)
             used = count if mask is None else mask.count()
-            # What lies before a suffix mask is not stored again.
+            # The store mask starts at `start_token`. Blocks before it are not stored again.
             picture = strip(mask, total, width, first)
             lines.append(f"  {name:6} {picture}  {used} of {count}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`kvmask key`: from token ids to the keys an engine uses, and back from a key to its parts."""
+"""`kvmask key`: make the keys of an engine from token ids, or take a key apart."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ENGINES: dict[str, type[KeySchema]] = {
     "lmcache-objects": LMCacheObjectKeys,
     "strict": StrictKeys,
 }
-# What the engine calls the rank and group options.
+# The engine's own names for the rank and group options.
 SHORT = {
     "ascend": {"tp_rank": "head_or_tp_rank", "group": "group_id"},
     "lmcache": {"tp_rank": "worker_id"},
@@ -47,7 +47,7 @@ SHORT = {
 
 
 def read_tokens(path: str) -> list[int]:
-    """Token ids from a JSON list or from numbers apart by commas or white space; "-" is stdin."""
+    """Read token ids: a JSON list, or numbers separated by commas or white space. "-" is stdin."""
     if path == "-" and sys.stdin is None:
         raise ArgumentError("`--tokens` must be readable, got - and a closed standard input")
     try:
@@ -82,14 +82,14 @@ def token_id(value: object, i: int) -> int:
 
 
 def schema_fields(engine: str) -> dict[str, Any]:
-    """Names and types of what a schema of an engine is made from."""
+    """Return the names and types of the arguments of an engine's key schema."""
     cls: Any = ENGINES[engine]
     hints = typing.get_type_hints(cls)
     return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
 
 
 def convert(name: str, text: str, hint: Any) -> Any:
-    """A field's value from the command line."""
+    """Convert text from the command line to the value of a field."""
     if typing.get_origin(hint) is Mapping:
         pairs = [pair.partition("=") for pair in text.split(",") if pair]
         return {key: value for key, _, value in pairs}
@@ -107,7 +107,7 @@ def convert(name: str, text: str, hint: Any) -> Any:
 
 
 def make_schema(args: argparse.Namespace) -> KeySchema:
-    """The schema that the options describe."""
+    """Create the key schema that the options describe."""
     fields = schema_fields(args.engine)
     given: dict[str, Any] = {}
     for option in ("model", "tp_rank", "pp_rank", "group", "release"):
@@ -136,7 +136,7 @@ def make_schema(args: argparse.Namespace) -> KeySchema:
 
 
 def make_hashes(args: argparse.Namespace, tokens: list[int]) -> tuple[BlockHashes, int, int]:
-    """(hashes, tokens per hash block, hash blocks per key)."""
+    """Return the block hashes, the tokens per hash block and the hash blocks per key."""
     if args.engine == "sglang":
         size = args.block_size or 64
         return sglang_page_hashes(tokens, size, cache_salt=args.salt), size, 1
@@ -175,14 +175,14 @@ def make_hashes(args: argparse.Namespace, tokens: list[int]) -> tuple[BlockHashe
 
 
 def parts(schema: KeySchema) -> Iterator[tuple[str, Any]]:
-    """What a schema was made from."""
+    """Yield the names and values of a schema's arguments."""
     for field in dataclasses.fields(typing.cast(Any, schema)):
         if field.init:
             yield field.name, getattr(schema, field.name)
 
 
 def show_parts(key: str, engines: list[str], as_json: bool) -> bool:
-    """Print every reading of a key; False when there is none."""
+    """Print the parts of a key for each engine whose format it fits. False when it fits none."""
     found = []
     for engine in engines:
         try:
@@ -214,7 +214,7 @@ def run_key(args: argparse.Namespace) -> int:
     return status
 
 
-# Options that only say how to make keys, and the engines that have them.
+# Options that are only for making keys, and the engines that they apply to.
 MAKING: dict[str, tuple[str, ...]] = {
     "tokens": tuple(ENGINES),
     "block_size": tuple(ENGINES),
@@ -227,7 +227,7 @@ MAKING: dict[str, tuple[str, ...]] = {
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Refuse what would be passed over in silence."""
+    """Refuse options that would otherwise be ignored."""
     for option, engines in MAKING.items():
         if getattr(args, option) is None:
             continue
@@ -273,10 +273,10 @@ def add_key_command(commands: Any) -> argparse.ArgumentParser:
     """Add `key` to the subcommands of a parser.
 
     Args:
-        commands: What `argparse.ArgumentParser.add_subparsers` returned.
+        commands: The object that `argparse.ArgumentParser.add_subparsers` returned.
 
     Returns:
-        The subcommand's parser; its default `run` takes the parsed arguments.
+        The subcommand's parser. Its default `run` is a function of the parsed arguments.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
         "key",

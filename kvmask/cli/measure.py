@@ -1,7 +1,7 @@
-"""A quick measurement of the hot path on this machine, with no store and nothing but kvmask.
+"""`kvmask bench`: a quick measurement on this machine. It needs only kvmask, and no store.
 
-The project's benches compare with vLLM and repeat with statistics; this is the two-second version
-that an installed package can run.
+It takes two seconds and works with an installed package. The benches in the repository are more
+thorough: they compare with vLLM and give statistics.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ SHAPES: dict[str, tuple[Sequence[Group], int]] = {
     "full 16": ((FullAttention(16),), 16),
 }
 REGIONS = 61
-# Addresses of all blocks in all regions are Python ints: about 2 GB at this length.
+# The addresses of all blocks in all regions are Python ints. At this length they take about 2 GB.
 MAX_TOKENS = 1 << 22
 
 
 def best(call: Callable[[], object], repeat: int) -> float:
-    """Seconds of the fastest of `repeat` runs: the one least disturbed by other processes."""
+    """Return the seconds of the fastest of `repeat` runs, the one least disturbed by others."""
     fastest = float("inf")
     for _ in range(repeat):
         start = time.perf_counter()
@@ -51,7 +51,7 @@ def best(call: Callable[[], object], repeat: int) -> float:
 def lookup(
     coord: Coordinator, schemas: Sequence[VllmKeys], hashes: BlockHashes, tokens: int, how: str
 ) -> LookupPlan:
-    """Run a whole lookup against a store that has everything and answers in no time."""
+    """Run a whole lookup. Its store has all keys and takes no time."""
     plan = LookupPlan(coord, schemas, hashes, tokens, strategy=how)
     while keys := plan.next_keys():
         plan.feed([1] * len(keys))
@@ -63,14 +63,14 @@ def measure(shape: str, num_tokens: int, repeat: int = 5) -> list[tuple[str, flo
 
     Args:
         shape: A name of `SHAPES`.
-        num_tokens: Tokens of the request, cut down to what a hit can be; everything is present.
-        repeat: Runs of each step; the fastest counts.
+        num_tokens: Tokens of the request, rounded down to the alignment. All blocks are present.
+        repeat: Runs of each step. The fastest counts.
 
     Raises:
-        ArgumentError: An unknown shape, too few or too many tokens, or no runs.
+        ArgumentError: The shape is unknown, `num_tokens` is out of range, or `repeat` is below 1.
 
     Returns:
-        (step, seconds, keys or blocks it handled) per step.
+        Per step its name, its seconds, and the number of keys or blocks that it handled.
     """
     if shape not in SHAPES:
         raise ArgumentError(f"`shape` must be one of {', '.join(SHAPES)}, got {shape!r}")

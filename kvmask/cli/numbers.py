@@ -1,4 +1,4 @@
-"""Numbers on the command line, with their range in the message."""
+"""Integers on the command line, with the allowed range in the error message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ Number = Callable[[str], int]
 
 
 def number(low: int, high: int) -> Number:
-    """A converter for argparse: an integer from `low` to `high`, echoed as it was written.
+    """Return a converter for argparse, for integers from `low` to `high`.
+
+    Its error message shows the text as it was written.
 
     >>> number(1, 9)("8")
     8
@@ -20,7 +22,8 @@ def number(low: int, high: int) -> Number:
 
     def convert(text: str) -> int:
         digits = text.strip()
-        # int() takes underscores and other alphabets, and refuses thousands of digits its own way.
+        # int() alone would accept underscores and digits of other scripts. For thousands of digits
+        # it would raise an error with another message.
         if re.fullmatch(r"[+-]?\d+", digits, re.ASCII) and len(digits.lstrip("+-0")) < 20:
             value = int(digits)
             if low <= value <= high:

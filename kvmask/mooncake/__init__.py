@@ -1,4 +1,4 @@
-"""The Mooncake store: connecting to one, running one on this machine, and what its codes mean.
+"""The Mooncake store: connect to one, run one on this machine, and interpret its return codes.
 
 The `mooncake` package is imported only by `connect`, so masks, keys and addresses work without it.
 """

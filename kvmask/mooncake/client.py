@@ -1,4 +1,4 @@
-"""Connecting to a store. The `mooncake` package is imported here, and only when asked for."""
+"""Connect to a store. Only this module imports the `mooncake` package, when a function needs it."""
 
 import contextlib
 import importlib
@@ -14,24 +14,24 @@ from kvmask.mooncake.config import MIB, StoreConfig, parse_size
 from kvmask.mooncake.hints import APT_HINT, PIP_HINT
 from kvmask.mooncake.master import LocalMaster
 
-# What opens sockets is imported by the functions that do: `import kvmask` brings this module in.
+# `import kvmask` imports this module. So `socket` is imported only in the functions that use it.
 
 CONFIG_ENV = "MOONCAKE_CONFIG_PATH"
-# vLLM's override of the name under which other machines reach this client.
+# vLLM's variable for the host name that other machines use to reach this client.
 HOSTNAME_ENV = "MOONCAKE_REQUESTER_LOCAL_HOSTNAME"
-# The client's own log level, read when its library is loaded.
+# Log level of the client. Its library reads the variable when it is loaded.
 LOG_ENV = "MC_LOG_LEVEL"
 
 
 def import_store() -> Any:
     """Import and return the `mooncake.store` module.
 
-    The client logs each line of its set-up to stderr. Unless $MC_LOG_LEVEL is set, it is set to
-    ERROR here, which works where this process has not loaded the client before.
+    The client logs its set-up to stderr. To avoid that, this sets $MC_LOG_LEVEL to ERROR if it is
+    not set. It has no effect if this process has already loaded the client.
 
     Raises:
-        MissingDependencyError: The package or one of its system libraries is missing. The text
-            and the cause are the loader's own; the command that installs it is named.
+        MissingDependencyError: The package or one of its system libraries is missing. The message
+            contains the loader's message and the command that installs what is missing.
     """
     os.environ.setdefault(LOG_ENV, "ERROR")
     try:
@@ -49,7 +49,7 @@ def import_store() -> Any:
 
 
 def _local_ip() -> str:
-    """Return the address other machines reach this one at; no packet is sent."""
+    """Return the address at which other machines reach this one. No packet is sent."""
     import socket
 
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
@@ -59,12 +59,12 @@ def _local_ip() -> str:
 
 
 def _wait_for_port(address: str, deadline: float) -> None:
-    """Fail early when nothing listens: the store's own set-up takes 90 s to say so (0.3.13)."""
+    """Wait until something listens, or fail. Without this, `setup` fails after 90 s (0.3.13)."""
     import socket
 
     host, _, port = address.rpartition(":")
     if "://" in address or not (port.isascii() and port.isdigit()):
-        return  # a high-availability address: only Mooncake knows how to resolve it
+        return  # a high-availability address, which only Mooncake can resolve
     if len(port) > 5 or not 0 < int(port) < 1 << 16:
         raise ArgumentError(
             f"`master_server_address` must have a port from 1 to 65535, got {address!r}"
@@ -89,7 +89,7 @@ def _wait_for_port(address: str, deadline: float) -> None:
 
 
 def _resolve(source: object, segment_bytes: int | None, buffer_bytes: int | None) -> StoreConfig:
-    """Turn any source that `connect` takes into checked settings."""
+    """Return checked settings from any source that `connect` accepts."""
     values: dict[str, Any]
     if isinstance(source, LocalMaster):
         values = {
@@ -119,7 +119,7 @@ def _resolve(source: object, segment_bytes: int | None, buffer_bytes: int | None
         values["local_buffer_size"] = parse_size(buffer_bytes, "buffer_bytes")
     if segment_bytes is not None:
         values["global_segment_size"] = parse_size(segment_bytes, "segment_bytes")
-        # A client that gives no memory is what the file calls standalone-store.
+        # In the file, "standalone-store" is the mode of a client that gives no memory to the pool.
         values["mode"] = "embedded" if values["global_segment_size"] else "standalone-store"
     return StoreConfig.from_mapping(values)
 
@@ -132,22 +132,23 @@ def connect(
     hostname: str | None = None,
     timeout: float = 10.0,
 ) -> Any:
-    """Connect to a store and return a `mooncake.store.MooncakeDistributedStore`, set up.
+    """Connect to a store and return a `mooncake.store.MooncakeDistributedStore` that is set up.
 
     Args:
-        source: A running `local_master`, settings, a path to vLLM's JSON file, or None for the
-            path in $MOONCAKE_CONFIG_PATH.
-        segment_bytes: Memory this client gives to the pool; 0 gives none. Overrides the source
-            (256 MiB for a local master).
-        buffer_bytes: The client's own buffer. Overrides the source (64 MiB for a local master).
-        hostname: The name other clients reach this one at; by default as vLLM has it,
-            $MOONCAKE_REQUESTER_LOCAL_HOSTNAME or this machine's address.
-        timeout: Seconds to wait for a master that does not listen yet.
+        source: A running `local_master`, settings, or the path of vLLM's JSON file. None takes the
+            path from $MOONCAKE_CONFIG_PATH.
+        segment_bytes: Memory that this client gives to the pool, or 0. Overrides the value of the
+            source (256 MiB for a local master).
+        buffer_bytes: Size of the client's own buffer. Overrides the value of the source (64 MiB for
+            a local master).
+        hostname: The name at which other clients reach this one. The default is that of vLLM:
+            $MOONCAKE_REQUESTER_LOCAL_HOSTNAME, or else this machine's address.
+        timeout: Seconds to wait for the master to listen.
 
     Raises:
-        ArgumentError: The settings break a rule; the message names the key.
-        MissingDependencyError: Mooncake or a system library it needs is missing.
-        StoreError: No master answers, or the store refused to be set up, with its `code`.
+        ArgumentError: A setting is invalid. The message names its key.
+        MissingDependencyError: Mooncake or a system library that it needs is missing.
+        StoreError: No master answers, or the store's `setup` failed; `code` is what it returned.
     """
     config = _resolve(source, segment_bytes, buffer_bytes)
     module = import_store()

@@ -1,12 +1,12 @@
-"""What the store's return codes mean."""
+"""Return codes of the store."""
 
 import enum
 
 
 class Code(enum.IntEnum):
-    """What the store answers; `get` calls answer the number of bytes instead of `OK`.
+    """Return codes of the store's calls. A `get` that succeeds returns a number of bytes, not `OK`.
 
-    Names and numbers are those of Mooncake's public header, as measured on 0.3.13.post1.
+    Names and numbers are those of Mooncake's public header. They were checked with 0.3.13.post1.
     """
 
     OK = 0
@@ -27,7 +27,7 @@ class Code(enum.IntEnum):
 
 
 def code_name(code: int) -> str:
-    """Name a return code of the store.
+    """Return the name of a return code.
 
     >>> code_name(-200), code_name(-12345)
     ('NO_AVAILABLE_HANDLE', 'UNKNOWN_CODE')
@@ -39,7 +39,7 @@ def code_name(code: int) -> str:
 
 
 def is_pressure(code: int) -> bool:
-    """True when the pool was full: the same put may work once something was evicted.
+    """True when the pool is full. The same put may succeed after the store evicts something.
 
     >>> is_pressure(-200), is_pressure(-600)
     (True, False)
@@ -48,7 +48,7 @@ def is_pressure(code: int) -> bool:
 
 
 def is_final(code: int) -> bool:
-    """True when the same call fails again whatever time passes: the key or the sizes are wrong.
+    """True when the same call always fails, because the key or the sizes are wrong.
 
     >>> is_final(-600), is_final(-900)
     (True, False)
@@ -57,7 +57,7 @@ def is_final(code: int) -> bool:
 
 
 def is_success(code: int) -> bool:
-    """True when a put leaves the key in the store: written now, or already there.
+    """True when the key is in the store after a put: just written, or already present.
 
     >>> is_success(0), is_success(-705), is_success(-200)
     (True, True, False)

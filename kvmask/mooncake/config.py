@@ -1,19 +1,19 @@
 """Settings of one client: the JSON file that vLLM's Mooncake connectors read.
 
-It follows vLLM 0.32, its shared Mooncake store settings. Keys, all optional but the master's
-address:
+The rules are those of vLLM 0.32's Mooncake store settings. All keys are optional, except the
+master's address:
 
-    metadata_server        text, "" by default; "P2PHANDSHAKE" needs no extra server
+    metadata_server        text, "" by default; with "P2PHANDSHAKE" no extra server is needed
     master_server_address  "host:port", or an HA address with a scheme such as "etcd://..."
     protocol               "rdma" by default; "tcp" works everywhere
     device_name            RDMA device names, "" by default
     mode                   "embedded" (this process gives memory to the pool) or "standalone-store"
     global_segment_size    bytes given to the pool: 4 GiB by default, 0 in standalone-store mode
     local_buffer_size      bytes of the client's own buffer, 4 GiB by default
-    enable_offload         the pool has a disk tier
+    enable_offload         true if the pool has a disk tier
     tenant_id              text, "default" by default
 
-A size is a number of bytes or text such as "4GB", "512 MB", "1.5kb"; units are powers of 1024.
+A size is a number of bytes, or text such as "4GB", "512 MB" or "1.5kb". Units are powers of 1024.
 """
 
 import json
@@ -36,14 +36,14 @@ _UNITS = {"gb": GIB, "mb": MIB, "kb": 1024, "b": 1}
 
 
 def parse_size(value: object, name: str = "size") -> int:
-    """Read a size in bytes as vLLM's configuration files write it.
+    """Return a size in bytes, written as in vLLM's configuration files.
 
     Args:
         value: A number of bytes, or text with an optional unit GB, MB, KB or B (powers of 1024).
-        name: What error messages call it.
+        name: The name for error messages.
 
     Raises:
-        ArgumentError: It is no such size, or it is negative.
+        ArgumentError: The value is not such a size, or it is negative.
 
     >>> parse_size("4GB"), parse_size("1.5 kb"), parse_size(4096)
     (4294967296, 1536, 4096)
@@ -57,7 +57,7 @@ def parse_size(value: object, name: str = "size") -> int:
                 size = int(match[1]) * _UNITS[match[2] or "b"]
     elif isinstance(value, int | float) and not isinstance(value, bool):
         size = value
-    # A comparison is False for NaN, and exact for integers of any length.
+    # This comparison is False for NaN. For integers of any length it is exact.
     if size is None or not 0 <= size <= MAX_SIZE:
         shown = reprlib.repr(value)
         raise ArgumentError(
@@ -71,7 +71,7 @@ class StoreConfig:
     """Settings of one client, with the names, defaults and rules of vLLM's configuration file.
 
     Raises:
-        ArgumentError: A value breaks a rule; the message names the key.
+        ArgumentError: A value is invalid. The message names its key.
     """
 
     metadata_server: str = ""
@@ -120,7 +120,7 @@ class StoreConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "StoreConfig":
-        """Build from the parsed file; keys it does not know are ignored, as vLLM does."""
+        """Create settings from the parsed file. Unknown keys are ignored, as in vLLM."""
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         for name in ("global_segment_size", "local_buffer_size"):
             if name in known:
@@ -136,7 +136,7 @@ class StoreConfig:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> "StoreConfig":
-        """Read the JSON file that vLLM users name in $MOONCAKE_CONFIG_PATH."""
+        """Read a JSON file, such as the one that $MOONCAKE_CONFIG_PATH names for vLLM."""
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

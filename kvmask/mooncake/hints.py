@@ -1,4 +1,4 @@
-"""How to install what is missing."""
+"""Commands that install missing packages, for error messages."""
 
 SYSTEM_PACKAGES = ("libibverbs1", "librdmacm1", "libnuma1")
 PIP_HINT = (

@@ -1,4 +1,4 @@
-"""A Mooncake master of this machine's own, on loopback."""
+"""Start a Mooncake master on this machine's loopback interface."""
 
 import contextlib
 import importlib.util
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalMaster:
-    """A running master of `local_master`.
+    """A running master, as `local_master` yields it.
 
     Attributes:
         address: Its RPC address, "127.0.0.1:port".
-        metrics_url: Where it answers HTTP: /health, /metrics.
+        metrics_url: The base URL of /health and /metrics.
         pid: Its process id.
-        log_path: Its log, while it runs: a file without a name, opened by way of /proc.
+        log_path: Its log, which exists while it runs. It is a path in /proc, because the file
+            itself has no name.
     """
 
     address: str
@@ -36,17 +37,17 @@ class LocalMaster:
 
     @property
     def alive(self) -> bool:
-        """False once the process has ended."""
+        """False after the process has ended."""
         return self.process.poll() is None
 
 
 def find_master() -> Path | None:
-    """Return the `mooncake_master` program: the wheel's own, beside this Python, or on PATH."""
+    """Find the `mooncake_master` program: in the wheel, next to this Python, or on PATH."""
     import shutil
 
-    spec = importlib.util.find_spec("mooncake")  # looks, does not import
+    spec = importlib.util.find_spec("mooncake")  # does not import it
     folders = [Path(f) for f in (spec.submodule_search_locations or ())] if spec else []
-    # The launcher beside Python only executes the wheel's program.
+    # The launcher next to Python only executes the wheel's program.
     for folder in (*folders, Path(sys.executable).parent):
         candidate = folder / "mooncake_master"
         if os.access(candidate, os.X_OK) and candidate.is_file():
@@ -56,7 +57,7 @@ def find_master() -> Path | None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return ports that were free a moment ago, all different."""
+    """Return different ports that were free just now."""
     import socket
 
     with contextlib.ExitStack() as stack:
@@ -71,7 +72,7 @@ def _healthy(address: str, metrics_url: str) -> bool:
     import urllib.request
 
     host, _, port = address.rpartition(":")
-    # No proxy of the environment may stand between this process and loopback.
+    # Loopback must be reached directly, even if the environment sets a proxy.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with contextlib.suppress(OSError):
         with opener.open(f"{metrics_url}/health", timeout=1.0) as answer:
@@ -82,7 +83,7 @@ def _healthy(address: str, metrics_url: str) -> bool:
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """End exactly this process: ask, then kill; at most about ten seconds."""
+    """End exactly this process: first SIGTERM, then SIGKILL. It takes at most about ten seconds."""
     import subprocess
 
     if process.poll() is None:
@@ -100,15 +101,15 @@ def _tail(path: Path, limit: int = 1500) -> str:
 
 
 def _start(program: Path, args: Sequence[str], log: IO[bytes], timeout: float) -> LocalMaster:
-    """Start one master and wait until it answers, or raise with the end of its log."""
+    """Start one master and wait until it answers. An error contains the end of its log."""
     from kvmask.mooncake.process import start
 
     if not (program.is_file() and os.access(program, os.X_OK)):
         raise StoreError(f"`program` must be executable, got {program}")
-    # Shared with the process that an earlier attempt started: begin anew.
+    # An earlier attempt may have written to the same file, so empty it.
     os.lseek(log.fileno(), 0, os.SEEK_SET)
     os.ftruncate(log.fileno(), 0)
-    # The file has no name, so nothing is left of it when this process is killed.
+    # The file has no name, so it disappears even when this process is killed.
     log_path = Path(f"/proc/{os.getpid()}/fd/{log.fileno()}")
     rpc, metrics = _free_ports(2)
     command = [
@@ -117,7 +118,8 @@ def _start(program: Path, args: Sequence[str], log: IO[bytes], timeout: float) -
         f"--rpc_port={rpc}",
         "--metrics_host=127.0.0.1",
         f"--metrics_port={metrics}",
-        # Its third port, 8080 on all addresses by default; clients shake hands peer to peer.
+        # This server would listen on port 8080 of all addresses. It is not needed here, because
+        # the clients use peer-to-peer handshakes.
         "--enable_http_metadata_server=false",
         "--enable_metric_reporting=false",
         "--logtostderr",
@@ -161,21 +163,22 @@ def local_master(
     args: Sequence[str] = (),
     timeout: float = 20.0,
 ) -> Iterator[LocalMaster]:
-    """Run a Mooncake master of this machine's own on free loopback ports while the block runs.
+    """Run a Mooncake master on free loopback ports while the `with` block runs.
 
-    Exactly the started process is stopped at the end, also when the body raises. It is killed when
-    this process ends in any other way, by SIGKILL for example; the thread that entered may end
-    before.
+    At the end of the block only the process that it started is stopped, also if the block raises.
+    If this process ends in another way, for example by SIGKILL, the master is killed. It keeps
+    running if only the thread that started it ends.
 
     Args:
-        program: The `mooncake_master` to run; by default the one of the installed wheel.
-        lease_ms: How long a looked-up object is safe from eviction; None is the master's default.
+        program: The `mooncake_master` to run. The default is that of the installed wheel.
+        lease_ms: How long an object cannot be evicted after a lookup, in ms. None is the master's
+            default.
         args: Further command line flags of the master, such as "--eviction_ratio=0.1".
-        timeout: Seconds it may take to answer.
+        timeout: Seconds to wait for its first answer.
 
     Raises:
         MissingDependencyError: There is no such program.
-        StoreError: It ended at start or did not answer; the message ends with its log.
+        StoreError: The master ended at its start, or did not answer. The message ends with its log.
         ArgumentError: `lease_ms` is not a positive number.
     """
     import shutil
@@ -195,7 +198,7 @@ def local_master(
                 break
             except StoreError as error:
                 attempts -= 1
-                # Another process took one of the free ports in the moment between.
+                # Another process may have taken one of the free ports meanwhile.
                 if attempts == 0 or "Address already in use" not in str(error):
                     raise
         try:

@@ -1,13 +1,13 @@
-"""Child processes that do not outlive this one, however it ends.
+"""Child processes that end when this process ends, even if it is killed.
 
-Linux sends a child the signal of its choice when its parent is gone (PR_SET_PDEATHSIG). Two of its
-rules shape this module:
+A Linux process can ask for a signal when its parent ends (PR_SET_PDEATHSIG). This has two
+consequences:
 
-- The child must ask, after the fork. Code of ours between fork and exec (`preexec_fn`) may deadlock
-  where other threads run, so a small Python program asks and then executes the real one, which
-  keeps the process id and the request.
-- "Parent" is the *thread* that forked: from a short-lived thread, the child would be killed when
-  that thread returns. So a thread of its own starts the child and waits for it.
+- The child must make the request itself, after the fork. Python code between fork and exec
+  (`preexec_fn`) can deadlock if the process has other threads. So a small Python program makes the
+  request and then executes the real program. That keeps the process id and the request.
+- "Parent" means the *thread* that forked. When that thread ends, the child gets the signal. So each
+  child is started by a thread of its own, which waits until the child ends.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from queue import SimpleQueue
 from subprocess import DEVNULL, STDOUT, Popen
 from typing import IO
 
-# Its arguments: the parent's process id, then the command. SIGKILL, because nobody is left to ask
-# again. The parent may have died before the request, hence the comparison. Without ctypes the
-# program runs all the same.
+# Arguments: the parent's process id, then the command. The signal is SIGKILL, because after the
+# parent's end nobody could send a second one. The parent may have ended before the request, so its
+# id is compared. Without ctypes the program is executed without the request.
 _HELPER = """
 import os, sys
 try:
@@ -45,10 +45,11 @@ def start(command: Sequence[str], log: IO[bytes]) -> Popen[bytes]:
 
     Args:
         command: Path of the program, and its arguments.
-        log: Takes its output.
+        log: The file for its output.
 
     Returns:
-        The process; its id is the program's. Status 126 says that it could not be executed.
+        The process. Its id is the id of the program. It ends with status 126 if the program cannot
+        be executed.
 
     Raises:
         OSError: No process could be started.
@@ -70,7 +71,7 @@ def start(command: Sequence[str], log: IO[bytes]) -> Popen[bytes]:
     threading.Thread(target=hold, name="kvmask-child", daemon=True).start()
     try:
         result = started.get()
-    except BaseException:  # Ctrl-C: the process may be there already
+    except BaseException:  # for example Ctrl-C: the process may have been started already
         result = started.get()
         if isinstance(result, Popen):
             result.kill()
