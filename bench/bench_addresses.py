@@ -1,10 +1,12 @@
-"""Addresses and sizes of blocks: kvmask, plain Python and, when importable, vLLM.
+"""Addresses and sizes of blocks: kvmask, plain Python and, if it is installed, vLLM.
 
-Every bench asserts first that its result equals the plain Python reference. Ids are shuffled, as a
-block table in use is. Compare figures of one run only; extra_info carries ns per address.
-"made" leaves the release of a result out of the timing, because a transfer holds its addresses
-until the store has answered; "made and freed" has it in, and there most of the time is the
-allocator's, for one int per address here and two in vLLM (it makes the sizes anew).
+Every bench first asserts that its result equals that of the plain Python reference. Block ids are
+shuffled, as in a block table of a running engine. Compare only figures of one run. `extra_info`
+holds the ns per address.
+
+"made" does not time the release of a result, because a transfer holds its addresses until the store
+has answered. "made and freed" does. It spends most of its time in the allocator: one int per
+address for kvmask, two for vLLM, which also creates the sizes each time.
 """
 
 import random
@@ -18,7 +20,7 @@ BLOCK_BYTES = 30_208
 NUM_BLOCKS = 32_768
 STORAGE = BLOCK_BYTES * NUM_BLOCKS
 
-# (regions per block, blocks): 61 layers, and a block-major cache that is one piece
+# (regions per block, blocks): 61 layers, and a block-major cache with one region per block
 SHAPES = [(61, 64), (61, 2048), (1, 64), (1, 8192)]
 
 

@@ -1,4 +1,4 @@
-"""Block hashes of token ids, in the table beside the other steps; more in bench_hashes.py."""
+"""Block hashes of token ids, for the table of `make bench`. bench_hashes.py measures more."""
 
 import random
 

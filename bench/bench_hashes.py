@@ -1,11 +1,13 @@
-"""Block hashing and key building: ns each, hashing against vLLM and SGLang in one run.
+"""ns per block hash and per key. Compares hashing with vLLM and SGLang in one run.
 
     python bench/bench_hashes.py [--tokens 131072] [--repeat 5] [--sglang hicache_hash_cpp.so]
 
-vLLM's side is its own request hasher over a real Request; "drop-in" is kvmask's over the same.
-Every figure is the best of the repetitions; before timing, both sides' digests are compared, so an
-unequal result cannot be faster. Without vLLM only kvmask's own figures are printed. SGLang's side
-is its compiled hash, `mem_cache/cpp_utils/hash_binding.cpp` of its package, built with pybind11:
+For vLLM this times its own request hasher on a real Request. "drop-in" is kvmask's replacement for
+that hasher, on the same Request. Every figure is the best of the repetitions. Before the timing,
+the digests of both are compared. Without vLLM, only figures of kvmask are printed.
+
+For SGLang this times its compiled hash, `mem_cache/cpp_utils/hash_binding.cpp` of its package,
+built with pybind11:
 
     g++ -O3 -mavx2 -std=c++17 -DNDEBUG -shared -fPIC -DTORCH_EXTENSION_NAME=hicache_hash_cpp \
         -I<pybind11> -I<python> hash_binding.cpp -o hicache_hash_cpp.so -lcrypto
@@ -40,7 +42,7 @@ TARGETS = {"sha256": 10, "sha256_cbor": 15, "xxhash": 6, "xxhash_cbor": 6}
 
 
 def best(call: Callable[[], Any], repeat: int) -> float:
-    """Shortest of `repeat` calls, in ns."""
+    """Return the ns of the shortest of `repeat` calls."""
     times = []
     for _ in range(repeat):
         start = time.perf_counter_ns()
@@ -52,7 +54,7 @@ def best(call: Callable[[], Any], repeat: int) -> float:
 def vllm_hashers(
     algorithm: str, block_size: int, tokens: list[int]
 ) -> tuple[Callable[[], list[bytes]], Callable[[], list[bytes]]]:
-    """vLLM's own hasher and the drop-in, over one request."""
+    """Return vLLM's own hasher and kvmask's replacement, for the same request."""
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core import kv_cache_utils
@@ -150,7 +152,7 @@ def key_building(repeat: int) -> None:
 
 
 def others_run(tokens: int, repeat: int) -> None:
-    """How long another Python thread stands still during one long call."""
+    """Print how long another Python thread has to wait during one long call."""
     ids = array.array("q", (i % 150_000 for i in range(tokens)))
     for name, value in (("int64 array", ids), ("list", ids.tolist())):
         worst = 0

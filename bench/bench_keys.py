@@ -1,4 +1,4 @@
-"""Keys of the blocks that a mask keeps, from digests in one buffer."""
+"""Keys of the blocks that a mask selects, from digests in one buffer."""
 
 import pytest
 import vllm_side
@@ -31,7 +31,7 @@ def bench_keys(pair, name, tokens):
         flags = shape.masks(tokens)
 
         def theirs():
-            """As the worker's lookup names the blocks of each group."""
+            """Make the keys as the worker's lookup does, group by group."""
             keys = []
             for group, prefix, mask in zip(shape.groups, prefixes, flags, strict=True):
                 chunks = data.chunk_hashes_for_block_size(view, shape.hash_block, group.block_size)

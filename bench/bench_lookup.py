@@ -1,7 +1,7 @@
 """A whole lookup without the store: keys, calls, hit. The store's answers are made beforehand.
 
-`exact` asks what vLLM asks. `staged` is given no hint; `hinted` is what KVTransfer does by default:
-staged, once the process knows of an earlier request with this prefix.
+`exact` asks for the same keys as vLLM. `staged` has no hint. `hinted` is the default of KVTransfer:
+`staged` with a hint from an earlier request of this process with the same prefix.
 """
 
 import pytest
@@ -18,7 +18,8 @@ TARGETS = {
     ("full16", "exact"): 30,
     ("full16", "hinted"): 30,
 }
-# Tokens of full attention that make 4,096 keys: what the allocator still has warm.
+# With full attention this many tokens give 4,096 keys. The allocator can still reuse the memory of
+# so many.
 WARM = 65_536
 MAX_NS = {WARM: 40, 131_072: 100}
 CASES = [
@@ -50,7 +51,7 @@ def bench_lookup(pair, name, tokens, there, how):
     def ours():
         return kv.lookup(BlockHashes(buffer, DIGEST_BYTES), tokens, strategy=strategy)
 
-    # All but the last token, cut to what a hit can be.
+    # The last token is always computed. Without it, round down to the alignment.
     expected = (tokens - 1) // shape.alignment * shape.alignment if there == "present" else 0
     assert ours().length == expected
     hit = ours()

@@ -1,4 +1,4 @@
-"""Store masks: which blocks of a prefix a later request can use."""
+"""Store masks: the blocks of a prefix that a later request can use."""
 
 import pytest
 import vllm_side
@@ -28,7 +28,7 @@ def bench_store_mask(pair, name, tokens):
         def theirs():
             return engine.store_mask(tokens)
 
-    # Where every mask is None there is nothing to be faster at.
+    # If every mask is None, there is nothing to measure.
     target = 500 if tokens == LENGTHS[-1] and any(expected) else None
     pair(
         f"store_mask, {name}, {tokens:,} tokens",

@@ -1,5 +1,8 @@
-"""Saving without the store: first the plan (masks, chunks, keys), then a whole save with addresses
-and the handling of the answers. Digests come as a list, as a request of the engine holds them."""
+"""Saves without the store.
+
+One bench measures the plan alone: masks, chunks and keys. The other measures a whole save, which
+also makes addresses and handles the answers. The digests are a list, as in a request of vLLM.
+"""
 
 import pytest
 import vllm_side

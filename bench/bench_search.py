@@ -1,4 +1,4 @@
-"""The hit search alone, over answers that are there already."""
+"""The hit search alone. The answers are given."""
 
 import pytest
 import vllm_side

@@ -1,8 +1,8 @@
-"""What every bench shares: pairs timed in turn, and one table at the end.
+"""Shared by all benches: timing of pairs of calls, and one table at the end.
 
-A bench gives `pair` kvmask's call and vLLM's. Both run in turn in one process, in CPU time, so that
-a busy machine slows both; the ratio is the median of the rounds' ratios. pytest-benchmark keeps its
-own statistics of kvmask's call beside it.
+A bench passes kvmask's call and vLLM's to `pair`. They run in turn in one process, so that a busy
+machine slows both. CPU time is measured. The ratio is the median of the ratios of all rounds.
+pytest-benchmark also keeps its own statistics of kvmask's call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROUNDS = (5, 31)
 
 @dataclass
 class Row:
-    """One line of the table; times in seconds of CPU."""
+    """One row of the table. Times are CPU seconds."""
 
     what: str
     ours: float
@@ -58,14 +58,14 @@ ROWS: list[Row] = []
 
 
 def cpu(call: Callable[[], object]) -> float:
-    """CPU seconds of one call, its result freed."""
+    """Return the CPU seconds of one call, including the release of its result."""
     start = time.process_time()
     call()
     return time.process_time() - start
 
 
 def compare(row: Row, ours: Callable[[], object], theirs: Callable[[], object] | None) -> None:
-    """Fill in a row from interleaved rounds."""
+    """Fill in a row. In each round both sides are timed."""
     once = max(1e-7, min(cpu(ours) for _ in range(3)))
     repeat = max(1, round(SAMPLE / once))
     pairs: list[tuple[float, float, float]] = []
@@ -86,7 +86,7 @@ def compare(row: Row, ours: Callable[[], object], theirs: Callable[[], object] |
 
 @pytest.fixture(scope="session")
 def quiet_heap() -> Iterator[None]:
-    """What imports left is not scanned by the collector, as in a serving engine."""
+    """Exclude objects that imports created from garbage collection, as a serving engine does."""
     if vllm_side.available():
         vllm_side.engine()
     gc.collect()
@@ -97,10 +97,10 @@ def quiet_heap() -> Iterator[None]:
 
 @pytest.fixture
 def pair(benchmark: Any, quiet_heap: None) -> Callable[..., None]:
-    """Time kvmask's call, and vLLM's beside it when there is one.
+    """Time kvmask's call, and vLLM's if there is one.
 
     pair(what, ours, theirs=None, target=None, keys=None, max_ns=None): `target` is the ratio to
-    reach, `keys` what one call handles, `max_ns` the CPU per key to stay below.
+    reach, `keys` the number of keys of one call, `max_ns` the most CPU time per key.
     """
 
     def run(
@@ -124,7 +124,7 @@ def pair(benchmark: Any, quiet_heap: None) -> Callable[..., None]:
 
 
 def grouped_rows(config: Any) -> list[Row]:
-    """Rows of benches that time each side as a test of its own, by their parameter `who`."""
+    """Return rows of the benches that time each side in a separate test (parameter `who`)."""
     session = getattr(config, "_benchmarksession", None)
     sides: dict[str, dict[str, float]] = {}
     for bench in session.benchmarks if session else ():
@@ -152,7 +152,7 @@ def text(seconds: float | None) -> str:
 
 
 def machine() -> str:
-    """Processor, Python, compiler, vLLM and commit of a run."""
+    """Describe processor, Python, compiler, vLLM and commit of a run."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

@@ -1,12 +1,12 @@
-"""Instructions per call, counted by valgrind: figures that a busy machine does not change.
+"""Instructions per call, counted by valgrind. A busy machine does not change these figures.
 
     python bench/instructions.py [--update] [--tolerance 0.05] [--only NAME]
 
-Each case runs twice in a process of its own, n times and 2n times; the difference is the cost of n
-calls, free of start-up. The counts are compared with `instructions.json`, which holds those of one
-toolchain: a count that grew by more than the tolerance ends with exit status 1. With another
-Python, compiler or architecture the counts are printed and not compared.
-Without valgrind there is nothing to do: exit status 0 and a line that says so.
+Each case runs in two processes. One makes n calls, the other 2n. The difference is the cost of n
+calls without start-up. The counts are compared with `instructions.json`, which holds the counts of
+one toolchain. If a count grew by more than the tolerance, the exit status is 1. With another
+Python, compiler or architecture the counts are only printed.
+Without valgrind, nothing is counted: the script prints a line and ends with status 0.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def plan(strategy: str) -> tuple[Callable[[], object], int, int]:
     return run, run().asked, 5
 
 
-# name: (what to call, what its count is divided by, how often)
+# Per name a function that returns: what to call, the units of one call, and the number of calls.
 CASES: dict[str, Callable[[], tuple[Callable[[], object], int, int]]] = {
     "mask, per block": mask,
     "search all present, per block": search,
@@ -86,7 +86,7 @@ CASES: dict[str, Callable[[], tuple[Callable[[], object], int, int]]] = {
 
 
 def work(name: str, times: int) -> int:
-    """The child's side: set up, then call so often. Returns what a count is divided by."""
+    """Set up a case and make its calls, in the child process. Return the units of one round."""
     call, units, n = CASES[name]()
     call()
     for _ in range(n * times):
@@ -95,7 +95,7 @@ def work(name: str, times: int) -> int:
 
 
 def count(name: str, times: int) -> tuple[int, int]:
-    """Instructions of a child, and units of one round of calls."""
+    """Return the instructions of a child process, and the units of one round of calls."""
     done = subprocess.run(
         [
             "valgrind",
@@ -121,7 +121,7 @@ def count(name: str, times: int) -> tuple[int, int]:
 
 
 def toolchain() -> str:
-    """What counts depend on."""
+    """Return the versions and the architecture that the counts depend on."""
     try:
         gcc = subprocess.run(
             ["gcc", "-dumpfullversion"], capture_output=True, text=True, check=False

@@ -1,19 +1,19 @@
-"""Replay a request trace: each request looks up, then saves what is missing.
+"""Replay a request trace: look up each request, then save its missing blocks.
 
     python bench/replay.py [--trace PATH] [--shape dsv4] [--requests N] [--limit SECONDS]
 
-Every lookup runs several ways on the same store contents, before the request is saved:
+Before a request is saved, it is looked up in several ways, with the same contents of the store:
 
-    vLLM      the engine's own store worker, where vLLM is installed
-    exact     kvmask, asking what vLLM asks
-    staged    kvmask, asking as little as it can
-    hinted    staged, with hints from the saves of this process: what KVTransfer does by default
+    vLLM      vLLM's own store worker, if vLLM is installed
+    exact     kvmask, with the same keys as vLLM
+    staged    kvmask, with as few keys as possible
+    hinted    staged, with hints from the saves of this process: the default of KVTransfer
 
-Their order rotates from request to request, so that none always finds the store's caches warm or
-the leases fresh. Latency is the wall time of the whole lookup; CPU is that of the calling thread.
-Blocks hold 16 bytes, so that the store moves next to nothing and lookups are what is measured.
+The order of the ways rotates from request to request. So no way always finds the store's caches
+warm or the leases new. Latency is the wall time of the whole lookup. CPU is the CPU time of the
+calling thread. Blocks hold 16 bytes, so that the store moves very few bytes.
 
-Exit status 1: the lookups of a request differed, or differed from what was saved before.
+The exit status is 1 if the hits of a request differ, or do not match what was saved before.
 """
 
 from __future__ import annotations
@@ -43,15 +43,17 @@ from shapes import DIGEST_BYTES, SHAPES, Shape
 from kvmask import BlockHashes, HitHints, KVLayout, KVTransfer, mooncake
 
 BLOCK_BYTES = 16
-# Mooncake's offset allocator places at most one object per KiB of a segment, however small they
-# are (0.3.13.post1): more push others out although the pool is all but empty.
+# Mooncake's offset allocator (0.3.13.post1) holds at most one object per KiB of a segment, whatever
+# their size. With more objects the store evicts some, although its memory is almost unused.
 SEGMENT_BYTES_PER_OBJECT = 2048
 LEAST_SEGMENT_BYTES = 1 << 30
 
 
 class MemoryStore:
-    """A store of keys in this process, for runs without Mooncake: it shows keys and calls, and its
-    latencies are a lookup's without a store."""
+    """A set of keys in this process, for runs without Mooncake.
+
+    Counts of keys and calls are as with a store. Latencies leave out the store.
+    """
 
     def __init__(self) -> None:
         self.keys: set[str] = set()
@@ -71,7 +73,7 @@ class MemoryStore:
 
 
 class Counting:
-    """The store as all lookups see it: counts what they ask and the time it takes."""
+    """Forwards the lookups' calls to the store. Counts their keys and measures their time."""
 
     def __init__(self, store: Any) -> None:
         self.batch_put_from_multi_buffers = store.batch_put_from_multi_buffers
@@ -95,7 +97,7 @@ class Counting:
 
 @dataclass
 class Run:
-    """One way to look up, and what it took, per request."""
+    """One way to look up, and its times and counts per request."""
 
     name: str
     lookup: Callable[[int, bytes], int]
@@ -106,7 +108,7 @@ class Run:
     calls: list[int] = field(default_factory=list)
 
     def time(self, num_tokens: int, buffer: bytes, store: Counting) -> int:
-        """Look up once and note what it took."""
+        """Look up once and note times and counts."""
         store.reset()
         cpu = time.thread_time()
         start = time.perf_counter()
@@ -119,7 +121,7 @@ class Run:
         return hit
 
     def figures(self) -> dict[str, float]:
-        """Means, percentiles and totals; times in milliseconds."""
+        """Return means, percentiles and totals. Times are in milliseconds."""
         ordered = sorted(self.seconds)
         n = len(ordered)
         return {
@@ -136,7 +138,7 @@ class Run:
 
 
 def transfer(shape: Shape, store: Any, memory: Any, **options: Any) -> KVTransfer:
-    """A KVTransfer whose every block is the same few bytes of `memory`, one array per group."""
+    """Return a KVTransfer in which all blocks of a group share the same few bytes of `memory`."""
     groups = len(shape.groups)
     stride = len(memory) // groups
     base = ctypes.addressof(memory)
@@ -160,7 +162,7 @@ def kvmask_lookup(kv: KVTransfer, strategy: str) -> Callable[[int, bytes], int]:
 
 @dataclass
 class Outcome:
-    """What a replay found."""
+    """Results of a replay."""
 
     shape: str
     requests: int
@@ -176,7 +178,7 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Every way of looking up found the same, and what was saved was found."""
+        """True when all ways found the same hits, and the hits match what was saved."""
         return not self.differing and not self.lost and not self.failed_keys
 
 
@@ -197,11 +199,12 @@ def replay(
         shape: Groups of the model.
         requests: A trace.
         store: A connected MooncakeDistributedStore, or the same calls.
-        with_vllm: Run the engine's worker too.
-        limit: Seconds after which no further request is begun.
-        hint_slots: Size of the table of hints; the default is KVTransfer's.
-        cold: Requests looked up before anything is saved, to count the calls of a cold store.
-        progress: Takes a line from time to time.
+        with_vllm: Also run vLLM's worker.
+        limit: After this many seconds, no further request is started.
+        hint_slots: Size of the table of hints. The default is that of KVTransfer.
+        cold: Number of requests that are looked up before anything is saved. They count the calls
+            with an empty store.
+        progress: Called with a line of text from time to time.
     """
     counting = Counting(store)
     memories = [ctypes.create_string_buffer(2 * BLOCK_BYTES * len(shape.groups)) for _ in range(3)]
@@ -227,7 +230,7 @@ def replay(
             if run.time(request.input_length, buffer, counting):
                 raise RuntimeError("the store must be empty when a replay begins")
     gc.collect()
-    gc.freeze()  # as a serving engine does: its imports are not scanned again and again
+    gc.freeze()  # as a serving engine does: the collector skips objects that imports created
     began = time.monotonic()
     for i, request in enumerate(itertools.chain(first, source)):
         if time.monotonic() - began > limit:
@@ -292,7 +295,7 @@ COLUMNS = (
 
 
 def table(outcome: Outcome) -> list[str]:
-    """The figures per lookup, and how many times less than the first run each other takes."""
+    """Format the figures per lookup, and their ratios to the first way."""
     names = list(outcome.runs)
     base = outcome.runs[names[0]]
     rows = [["", *(title for title, _, _ in COLUMNS)]]
@@ -314,7 +317,7 @@ def table(outcome: Outcome) -> list[str]:
 
 
 def report(outcome: Outcome) -> str:
-    """The outcome for people."""
+    """Format the outcome as text."""
     if not outcome.requests:
         return "no request was replayed"
     calls = ", ".join(f"{name} {n}" for name, n in outcome.cold_calls.items())
@@ -334,7 +337,7 @@ def report(outcome: Outcome) -> str:
 
 
 def objects(shape: Shape, requests: Iterable[traces.Request]) -> int:
-    """How many keys a replay saves at most."""
+    """Return the largest number of keys that a replay can save."""
     ids = len({i for request in requests for i in request.hash_ids})
     per_id = traces.TOKENS_PER_ID
     return ids * len(shape.keys(bytes(per_id // shape.hash_block * DIGEST_BYTES), per_id))
@@ -342,7 +345,7 @@ def objects(shape: Shape, requests: Iterable[traces.Request]) -> int:
 
 @contextlib.contextmanager
 def open_store(kind: str, num_objects: int) -> Iterator[Any]:
-    """A store of its own: a master on loopback that need not evict, or one in this process."""
+    """Start a store: a master on loopback, so large that it never evicts, or a set of keys here."""
     if kind == "memory":
         yield MemoryStore()
         return

@@ -1,4 +1,4 @@
-"""The models and lengths that every bench uses, and plain inputs for them."""
+"""Models and lengths for all benches, with inputs and expected results in plain Python."""
 
 from __future__ import annotations
 
@@ -34,8 +34,11 @@ class Shape:
         return [num_tokens // g.block_size for g in self.groups]
 
     def masks(self, num_tokens: int) -> list[list[bool] | None]:
-        """The store rule without retention or EAGLE, said once more in the plainest way: a block
-        of a window counts when a boundary lies within the window's reach to its right."""
+        """Return the store masks, by a simple rule without retention and EAGLE.
+
+        A block of a window group is stored when it is one of the last `need` blocks before an
+        aligned boundary.
+        """
         out: list[list[bool] | None] = []
         for group in self.groups:
             per = self.alignment // group.block_size
@@ -50,7 +53,7 @@ class Shape:
         return out
 
     def keys(self, digests: bytes, num_tokens: int) -> list[str]:
-        """Keys of all masked blocks, group by group, by string formatting alone."""
+        """Return the keys of all blocks that the masks select, made by string formatting."""
         keys = []
         for g, (group, mask) in enumerate(zip(self.groups, self.masks(num_tokens), strict=True)):
             prefix = f"{MODEL}@tp_rank:0@pcp0@dcp0@pp_rank:0@group:{g}"
@@ -62,7 +65,8 @@ class Shape:
         return keys
 
 
-# A Gemma model's windows differ in their tensors, so its groups stay apart; equal rules otherwise.
+# The window groups of a Gemma model have different tensors, so they get different specs. Their
+# block sizes and windows are equal.
 SHAPES = {
     shape.name: shape
     for shape in (
@@ -91,12 +95,12 @@ SHAPES = {
 
 @functools.lru_cache(4)
 def digests(shape: Shape, num_tokens: int) -> bytes:
-    """One random digest per hash block, in one buffer."""
+    """Return one random digest per hash block, in one buffer."""
     return random.Random(num_tokens).randbytes(num_tokens // shape.hash_block * DIGEST_BYTES)
 
 
 def holes(shape: Shape, num_tokens: int, every: int = 1000) -> list[list[bool]]:
-    """Presence with a few random holes in each group; the first quarter of each is whole."""
+    """Return presence with a few random missing blocks per group, none in the first quarter."""
     pick = random.Random(3)
     present = []
     for n in shape.blocks(num_tokens):
@@ -108,7 +112,7 @@ def holes(shape: Shape, num_tokens: int, every: int = 1000) -> list[list[bool]]:
 
 
 class Always:
-    """A store without cost: every key gets the same answer, from a list made beforehand."""
+    """A store that takes no time. Every key gets the same answer, from a list made beforehand."""
 
     def __init__(self, answer: int) -> None:
         self.answer = answer

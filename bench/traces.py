@@ -2,9 +2,9 @@
 
     {"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, ...]}
 
-A hash id stands for 512 tokens and for the whole prefix that ends there; the last one may be
-partial. The traces themselves are published with the paper "Mooncake: Trading More Storage for
-Less Computation" (FAST'25); a trace of the same shape can be generated here.
+A hash id stands for 512 tokens and for the whole prefix that ends there. The last one may stand for
+fewer tokens. The traces are published with the paper "Mooncake: Trading More Storage for Less
+Computation" (FAST'25). `generate` makes a similar trace.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def load(path: str | Path) -> Iterator[Request]:
     """Read a trace.
 
     Raises:
-        ValueError: A line is no request, or its hash ids do not cover its tokens.
+        ValueError: A line is not a request, or its hash ids do not cover its tokens.
     """
     with Path(path).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -60,9 +60,12 @@ def load(path: str | Path) -> Iterator[Request]:
 
 
 def generate(requests: int, seed: int = 1) -> Iterator[Request]:
-    """A trace of the shape of the public conversation trace: every request starts with the same
-    512 tokens, most open a conversation, the others continue one, whose prompt then holds all that
-    was said before; lengths are log-normal with a mean near 12,000 and a tail past 100,000."""
+    """Generate a trace that is similar to the public conversation trace.
+
+    Every request starts with the same 512 tokens. Most requests start a conversation. The others
+    continue one, and their prompt contains all earlier prompts and outputs. Lengths are log-normal,
+    with a mean near 12,000 tokens and a tail past 100,000.
+    """
     pick = random.Random(seed)
     next_id = 1
     clock = 0.0
@@ -91,19 +94,21 @@ def generate(requests: int, seed: int = 1) -> Iterator[Request]:
 
 @functools.lru_cache(4096)
 def _digests_of(hash_id: int, per_id: int) -> bytes:
-    """Digests of the hash blocks that one id covers: they depend on the id, which stands for its
-    whole prefix, and on their place in it."""
+    """Return the digests of the hash blocks that one id covers.
+
+    They depend on the id, which stands for its whole prefix, and on the position within it.
+    """
     return hashlib.shake_256(b"kvmask trace %d" % hash_id).digest(per_id * DIGEST_BYTES)
 
 
 def digests(request: Request, hash_block: int) -> bytes:
-    """One digest per whole hash block of a request."""
+    """Return one digest per full hash block of a request."""
     parts = [_digests_of(i, TOKENS_PER_ID // hash_block) for i in request.hash_ids]
     return b"".join(parts)[: request.input_length // hash_block * DIGEST_BYTES]
 
 
 class Model:
-    """What a store holds after each request was saved, by hash ids alone: the right hits."""
+    """Computes the correct hits from hash ids alone, by tracking what was saved."""
 
     def __init__(self, alignment: int) -> None:
         self.alignment = alignment
@@ -113,7 +118,7 @@ class Model:
         return num_tokens // self.alignment * self.alignment
 
     def hit(self, request: Request) -> int:
-        """Tokens that a lookup must find."""
+        """Return the number of tokens that a lookup must find."""
         found = 0
         for i in request.hash_ids:
             here = self.stored.get(i, 0)
@@ -123,7 +128,7 @@ class Model:
         return self._down(min(found, request.input_length - 1))
 
     def save(self, request: Request) -> None:
-        """Take the request as saved."""
+        """Record that the request was saved."""
         left = self._down(request.input_length)
         for i in request.hash_ids:
             self.stored[i] = max(self.stored.get(i, 0), min(left, TOKENS_PER_ID))

@@ -1,8 +1,8 @@
-"""The engine's own store worker and saving thread, built for a shape without an engine around them.
+"""vLLM's own store worker and saving thread for a shape, created without an engine.
 
-Nothing of them is replaced: they run as installed, over the store they are given. What a process
-with GPUs would have computed beforehand (specs, namespaces, token databases) is set here, by the
-engine's own classes. vLLM is imported when something is built, not before.
+Their code is vLLM's, unchanged. They call the store that they are given. A process with GPUs would
+compute specs, namespaces and token databases first. Here these are created with vLLM's own classes.
+vLLM is imported only when something is created.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Lookup = Callable[[int, bytes], int]
 
 
 def available() -> bool:
-    """True when vLLM is installed; nothing is imported to find out."""
+    """True when vLLM is installed. Does not import it."""
     return importlib.util.find_spec("vllm") is not None
 
 
 def engine() -> Any:
-    """The engine's modules; the first call takes many seconds."""
+    """Return vLLM's modules. The first call takes many seconds."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import vllm_oracle
 
@@ -37,7 +37,7 @@ def engine() -> Any:
 
 
 def version() -> str:
-    """vLLM's version, or "none"."""
+    """Return vLLM's version, or "none"."""
     if not available():
         return "none"
     import vllm
@@ -46,7 +46,7 @@ def version() -> str:
 
 
 def coordinator(shape: Shape) -> Any:
-    """The engine's store coordinator for a shape."""
+    """Create vLLM's store coordinator for a shape."""
     e = engine()
     import vllm_oracle
 
@@ -62,7 +62,7 @@ def coordinator(shape: Shape) -> Any:
 
 
 def databases(shape: Shape) -> list[Any]:
-    """One token database per group, with one region per block."""
+    """Create one token database per group, with one region per block."""
     data = engine().data
     out = []
     for i, group in enumerate(shape.groups):
@@ -76,7 +76,7 @@ def databases(shape: Shape) -> list[Any]:
 
 
 def worker(shape: Shape, store: Any) -> Any:
-    """The engine's store worker over a store."""
+    """Create vLLM's store worker with a store."""
     e = engine()
     w = object.__new__(e.worker.MooncakeStoreWorker)
     w._capacity_only = False
@@ -94,7 +94,7 @@ def worker(shape: Shape, store: Any) -> Any:
 
 
 def lookup(shape: Shape, store: Any) -> Lookup:
-    """The worker's lookup as its server calls it: over a buffer of digests, seen in place."""
+    """Return the worker's lookup, called as its server does: the digests are read in place."""
     w = worker(shape, store)
     view = engine().data.BlobBlockHashes
 
@@ -106,12 +106,12 @@ def lookup(shape: Shape, store: Any) -> Lookup:
 
 
 def hash_list(buffer: bytes) -> list[bytes]:
-    """Digests as a request of the engine holds them."""
+    """Return the digests as a list, as in a request of vLLM."""
     return [buffer[i : i + DIGEST_BYTES] for i in range(0, len(buffer), DIGEST_BYTES)]
 
 
 def plan_save(shape: Shape) -> Callable[[int, list[bytes]], list[str]]:
-    """Masks, chunks and keys of a save: the engine's calls, in the order its thread makes them."""
+    """Return a function that makes masks, chunks and keys of a save as vLLM's thread does."""
     coord, dbs = coordinator(shape), databases(shape)
 
     def call(num_tokens: int, hashes: list[bytes]) -> list[str]:
@@ -129,7 +129,7 @@ def plan_save(shape: Shape) -> Callable[[int, list[bytes]], list[str]]:
 
 
 def save(shape: Shape, store: Any) -> Callable[[int, list[bytes], Sequence[list[int]]], None]:
-    """The saving thread's handling of one request, run on the caller's thread."""
+    """Return a function that saves one request with the saving thread's code, in this thread."""
     e = engine()
     thread = e.worker.KVCacheStoreSendingThread(
         store,
