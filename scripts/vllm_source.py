@@ -3,9 +3,10 @@
 
     scripts/vllm_source.py VERSION FOLDER      prints FOLDER/vllm-VERSION
 
-The archive comes from the index that pip is configured for, through pip's own finder: `pip
-download` would also build the package's metadata, which takes a compiler and minutes. Nothing is
-built or installed here. A folder that is already complete is left alone.
+The archive comes from the index that pip is configured for, and pip's own finder locates it. `pip
+download` cannot be used: it would also build the package's metadata, which needs a compiler and
+takes minutes. This script builds and installs nothing. If the folder is already complete, it does
+nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ VERSIONS_FILE = Path(__file__).with_name("vllm_versions.sh")
 
 
 def pinned() -> dict[str, str]:
-    """The names and values of vllm_versions.sh."""
+    """Return the names and values of vllm_versions.sh."""
     lines = VERSIONS_FILE.read_text().splitlines()
     pairs = (line.partition("=") for line in lines if line and not line.startswith("#"))
     return {name: value.strip('"') for name, _, value in pairs}
@@ -43,7 +44,7 @@ def download(version: str, folder: str) -> Path:
         links = [c.link for c in candidates if str(c.version) == version and not c.link.is_wheel]
         if not links:
             raise SystemExit(f"the configured index has no source archive of vLLM {version}")
-        # The retry count became an argument in a later pip.
+        # Newer versions of pip need the number of retries as an argument.
         try:
             downloader = Downloader(session, "off", options.resume_retries)
         except (AttributeError, TypeError):
@@ -53,12 +54,13 @@ def download(version: str, folder: str) -> Path:
 
 
 def source(version: str, folder: Path) -> Path:
-    """Folder with the unpacked release, fetched when it is not there yet."""
+    """Return the folder of the unpacked release. Downloads it if it is not there."""
     target = folder / f"vllm-{version}"
     if (target / "tests").is_dir() and (target / "vllm").is_dir():
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    # Unpacked beside the target and then renamed: an interrupted run leaves nothing half done.
+    # Unpack into another folder and then rename it, so that an interrupted run leaves no half
+    # target.
     with tempfile.TemporaryDirectory(dir=folder) as work:
         with tarfile.open(download(version, work)) as archive:
             archive.extractall(work, filter="data")

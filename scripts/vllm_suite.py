@@ -4,10 +4,10 @@
     python scripts/vllm_suite.py 0.32.0            # kvmask under the stock connector
     python scripts/vllm_suite.py 0.32.0 --stock    # vLLM as it is
 
-Needs an interpreter with vLLM's CPU build of 0.32.0, pytest and kvmask (`make test-vllm` makes
-one). The tests come from the release's source archive, as the configured package index has it; for
-another release than the installed one, its Python sources are laid over the installed build. The
-exit status is 0 when nothing failed and as many tests passed as pass with stock.
+It needs a Python with the CPU build of vLLM 0.32.0, pytest and kvmask. `make test-vllm` creates
+one. The tests come from the release's source archive, from the package index that pip is configured
+for. For another release, its Python sources are put before the installed build on the path. The
+exit status is 0 if no test failed and as many tests passed as with stock.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IN_PLACE = "import kvmask.vllm\n\nkvmask.vllm.install(lookup='exact')\n"
 
 
 def run_file(name: str, unpacked: Path, work: Path, args: argparse.Namespace) -> tuple[int, int]:
-    """Passed and failed tests of one file."""
+    """Run the tests of one file. Return the number of passed and of failed tests."""
     overlay = [] if args.version == INSTALLED else [str(unpacked)]
     paths = [str(work), str(PROJECT), *overlay]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore"]
@@ -54,8 +54,8 @@ def run_file(name: str, unpacked: Path, work: Path, args: argparse.Namespace) ->
         check=False,
     )
     last = (done.stdout.strip().splitlines() or [""])[-1]
-    # Errors are not counted: without an accelerator the clean-up after each test of some releases
-    # raises, stock or not. A test that cannot be set up does not pass, and that is counted.
+    # Errors are not counted. In some releases the clean-up after each test raises if there is no
+    # accelerator, also with stock. A test whose set-up fails is missing among the passed tests.
     found = {what: int(n) for n, what in re.findall(r"(\d+) (passed|failed)", last)}
     failed = found.get("failed", 0)
     if failed or not found:
