@@ -3,10 +3,10 @@
     python -m pytest bench/bench_vllm.py --benchmark-enable -q
     python bench/bench_vllm.py [--tokens 131072] [--shape dsv4] [--rounds 9]
 
-As a script it prints CPU time (`time.process_time`) of both sides, rounds interleaved, medians, and
-their ratio. The store is one that answers at once with ready lists, so what is measured is the
-connector. Before timing, both sides' calls of the store are compared: equal for `exact`, and for
-`staged` the result.
+As a script, it prints the median CPU time (`time.process_time`) of both sides and their ratio. Both
+sides run in turn. The store answers immediately with prepared lists, so only the connector is
+measured. Before the timing, both sides are compared. For `exact`, their calls of the store must be
+equal; for `staged`, their results.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Any
 
 import pytest
 
-if __name__ == "__main__":  # as a script: the package may not be installed
+if __name__ == "__main__":  # a script must also run if the package is not installed
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 pytest.importorskip("vllm")
 
 SHAPES: dict[str, tuple[int, list[tuple[int, int]]]] = {
-    # hash block, then (block size, window) of every group; window 0 is full attention
+    # The hash block, then (block size, window) of every group. A window of 0 means full attention.
     "dsv4": (4, [(256, 0), (64, 128), (64, 512), (4, 16), (8, 64)]),
     "gemma": (16, [(16, 0), (16, 1024), (16, 1024), (16, 1024)]),
     "full16": (16, [(16, 0)]),
@@ -75,7 +75,7 @@ class ReadyStore:
 
 @dataclass
 class Bench:
-    """One operation of one side, ready to be called again and again."""
+    """One operation of one side. It can be called repeatedly."""
 
     run: Callable[[], Any]
     store: ReadyStore
@@ -233,7 +233,7 @@ def load(shape: str, tokens: int, side: str, regions: int) -> Bench:
     return Bench(run, store)
 
 
-# Forget the address rows of blocks before every run, as for blocks that were never used before.
+# If set, cached addresses are dropped before every run, as for blocks that were never used before.
 COLD = {"cold": False}
 
 
@@ -253,7 +253,7 @@ OPERATIONS: dict[str, Callable[[str, int, str], Bench]] = {
 
 
 def check(made: dict[str, Bench], operation: str) -> None:
-    """Both sides do the same before either is timed."""
+    """Check that both sides do the same. This runs before the timing."""
     seen = {}
     for side, bench in made.items():
         bench.store.calls = calls = []
@@ -267,7 +267,7 @@ def check(made: dict[str, Bench], operation: str) -> None:
 
 
 def medians(made: dict[str, Bench], rounds: int) -> dict[str, float]:
-    """Median CPU seconds of every side, rounds interleaved."""
+    """Return the median CPU seconds of every side. In each round all sides are timed."""
     times: dict[str, list[float]] = {side: [] for side in made}
     loops = {}
     for side, bench in made.items():
@@ -297,7 +297,7 @@ def live_store() -> Iterator[Any]:
 
 
 class Counted:
-    """A real store that holds what the first lookup asked for."""
+    """Start a real store that holds all keys of the first lookup."""
 
     def __init__(self, store: Any) -> None:
         self.store = store
@@ -308,7 +308,7 @@ class Counted:
 
 
 def fill(shape: str, tokens: int, store: Any) -> None:
-    """Put one byte under every key that stock asks for."""
+    """Store one byte for every key that stock asks for."""
     ready = ReadyStore(1)
     ready.calls = []
     lookup(shape, tokens, "stock", ready).run()

@@ -1,6 +1,6 @@
-"""Coordinator: which blocks of each KV cache group are worth storing, asking for or loading.
+"""Coordinator: which blocks of each KV cache group to store, to look up and to load.
 
-The rules are vLLM's (0.32.0; see docs/semantics.md), computed on bitsets in the core.
+The rules are those of vLLM 0.32.0 (see docs/semantics.md). The core computes them on bitsets.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ class Hit:
 
     Attributes:
         length: Tokens of the prefix that every group can reuse.
-        masks: Per group, the blocks that must be loaded for it (empty for groups that are not
-            prefix-cacheable).
-        tail_tokens: Per group, the token boundary whose digest names the group's last block in the
-            store; 0 when there is none. It differs from ``length`` only with partial hits.
-        asked: Keys the lookup asked the store for.
-        probes: Calls the lookup made.
-        present: Asked keys that the store has.
-        exact_keys: Keys that the ``exact`` strategy asks for the same request.
-        store_seconds: Time in the store's calls.
-        other_seconds: Time outside them.
+        masks: Per group, the blocks that must be loaded. Empty for groups that are not
+            prefix-cacheable.
+        tail_tokens: Per group, the token boundary whose digest identifies the group's last block in
+            the store, or 0 if there is no such block. Otherwise it is ``length``, except that with
+            partial hits it can be another boundary.
+        asked: Number of keys that the lookup asked the store for.
+        probes: Number of calls that the lookup made.
+        present: Number of these keys that the store has.
+        exact_keys: Number of keys that ``exact`` asks for in a lookup of the same request.
+        store_seconds: Time inside the store's calls.
+        other_seconds: Time outside the store's calls.
 
     Two hits are equal when their length, masks and tails are; the counters do not count.
     """
@@ -46,7 +47,10 @@ class Hit:
 
 
 def group_row(group: Group) -> tuple[str, int, int]:
-    """Kind, block size and span of a group, as the core takes them."""
+    """Return kind, block size and span of a group for the core.
+
+    The span is the window (with extra tokens) or the chunk size, in tokens; 0 for other kinds.
+    """
     if isinstance(group, FullAttention):
         return "full", group.block_size, 0
     if isinstance(group, SlidingWindow):
@@ -62,16 +66,18 @@ class Coordinator:
     """Masks and hits of an engine's KV cache groups.
 
     Args:
-        groups: The groups; their order is their group id.
-        hash_block_size: Tokens per block hash. Every cacheable group's block size is a multiple.
-        alignment: What hits are multiples of; None takes the least common multiple of the block
-            sizes of the cacheable groups.
-        retention_interval: None keeps a window tail (or state) at every aligned boundary, 0 only at
-            the replay boundaries, n > 0 once per n tokens.
-        partial_hits: Hits may end at any hash block, inside a block.
+        groups: The groups. The position of a group is its group id.
+        hash_block_size: Tokens per block hash. The block size of every cacheable group must be a
+            multiple of it.
+        alignment: Hits are multiples of it, in tokens. None takes the least common multiple of the
+            block sizes of all cacheable groups.
+        retention_interval: Where the blocks of a window (or a state) are stored. None: at every
+            aligned boundary. 0: only at the replay boundaries. n > 0: once per n tokens, and at the
+            replay boundaries.
+        partial_hits: Hits may end at any hash block, also inside a block.
 
     Raises:
-        AlignmentError: Sizes do not divide as they must.
+        AlignmentError: A size is not a multiple of another one, as it must be.
         ArgumentError: A number is out of range, or no group is prefix-cacheable.
 
     >>> coord = Coordinator([FullAttention(64), SlidingWindow(16, window=32)], hash_block_size=16)
@@ -138,11 +144,11 @@ class Coordinator:
 
     @property
     def hit_alignment(self) -> int:
-        """What hit lengths are multiples of: the hash block with partial hits."""
+        """The unit of hit lengths: the alignment, or with partial hits the hash block size."""
         return self.hash_block_size if self.partial_hits else self.alignment
 
     def align(self, num_tokens: int) -> int:
-        """Round a token count down to what a hit can be."""
+        """Round a number of tokens down to a multiple of the hit alignment."""
         return num_tokens // self.hit_alignment * self.hit_alignment
 
     def store_mask(
@@ -152,18 +158,18 @@ class Coordinator:
         num_prompt_tokens: int | None = None,
         states: bool = False,
     ) -> tuple[Bitset | None, ...]:
-        """Which blocks of a stored prefix a later request can use.
+        """Return the blocks of a computed prefix that a later request can use.
 
         Args:
             num_tokens: Tokens of the prefix, a multiple of the hit alignment.
             start_token: The masks begin at block ``ceil(start_token / block_size)``.
             num_prompt_tokens: Length of the prompt, for the replay boundaries of sparse retention.
-            states: Apply the reachable rule to state groups too, for engines whose state blocks
-                stay where they are; otherwise their mask is all false (vLLM hands states over
-                explicitly).
+            states: Apply the rule to state groups too, for engines that keep state blocks in the
+                block table. Otherwise no bit of their mask is set. vLLM passes states to its store
+                connector in a separate way.
 
         Returns:
-            Per group a Bitset, or None for "all true".
+            Per group a Bitset, or None if all blocks are needed.
 
         Raises:
             AlignmentError: ``num_tokens`` is not aligned.
@@ -172,13 +178,13 @@ class Coordinator:
         return self._core.reach_masks(num_tokens, start_token, num_prompt_tokens, False, states)
 
     def lookup_mask(self, num_tokens: int) -> tuple[Bitset | None, ...]:
-        """Which blocks can decide a hit: the store rule with dense retention.
+        """Return the blocks that can affect a hit: those of the store mask with dense retention.
 
         Args:
-            num_tokens: Tokens, a multiple of the hit alignment.
+            num_tokens: Largest length of the hit, a multiple of the hit alignment.
 
         Returns:
-            Per group a Bitset, or None for "all true".
+            Per group a Bitset, or None if all blocks are needed.
 
         Raises:
             AlignmentError: ``num_tokens`` is not aligned.
@@ -186,10 +192,10 @@ class Coordinator:
         return self._core.reach_masks(num_tokens, 0, None, True, True)
 
     def load_mask(self, num_tokens: int) -> tuple[Bitset, ...]:
-        """Which blocks each group must load for a hit of ``num_tokens``.
+        """Return the blocks that each group must load for a hit of ``num_tokens``.
 
-        ``num_tokens`` is the hit as the lookup returned it: the EAGLE block is dropped already and
-        is not dropped again.
+        ``num_tokens`` is the hit that the lookup returned. The lookup has already dropped the block
+        of EAGLE groups, so this does not drop another one.
 
         >>> coord = Coordinator([SlidingWindow(16, window=33)], hash_block_size=16)
         >>> coord.load_mask(128)
@@ -200,16 +206,17 @@ class Coordinator:
     def find_hit(
         self, present: Sequence[Bitset | Sequence[bool]], max_length: int, eagle: bool = True
     ) -> Hit:
-        """Longest prefix of at most ``max_length`` tokens that every group can reuse.
+        """Find the longest prefix of at most ``max_length`` tokens that every group can reuse.
 
         Args:
-            present: Per group the blocks that are present (hash blocks with partial hits); what
-                lies past the end of a bitset is absent. Ignored for groups that are not cacheable.
-            max_length: Tokens.
-            eagle: False keeps the block that EAGLE groups would drop.
+            present: Per group the blocks that are present (with partial hits: the hash blocks).
+                Blocks past the end of a bitset are absent. Ignored for groups that are not
+                cacheable.
+            max_length: Largest length of the hit, in tokens.
+            eagle: If False, EAGLE groups do not drop their last block.
 
         Returns:
-            Hit, with vLLM's length and masks.
+            The hit, with the same length and masks as in vLLM.
 
         Raises:
             ArgumentError: There is not one bitset per group.
@@ -229,10 +236,14 @@ class Coordinator:
 
 
 def _merge(groups: Sequence[Group]) -> tuple[list[int], list[bool]]:
-    """Set index per group (-1: none) and EAGLE flag per set, full attention first.
+    """Collect groups with equal specs into sets. Sets of full attention come first.
 
-    Mirrors the grouping of vLLM's store coordinator: by equal specs, in order of appearance, then
-    a stable sort that puts full attention first.
+    The order is that of vLLM's store coordinator: by first appearance, then a stable sort that puts
+    full attention first.
+
+    Returns:
+        Per group the index of its set, or -1 if it is not cacheable; per set whether one of its
+        groups has the EAGLE flag.
     """
     found: dict[tuple[tuple[str, int, int], Hashable], list[int]] = {}
     for i, g in enumerate(groups):

@@ -1,14 +1,17 @@
-"""KV tensors to regions, block ids to addresses and sizes.
+"""Regions of KV tensors, and addresses and sizes of blocks.
 
-A *region* is one piece of every block of a KV cache group, in bytes: block `i` has it at
-`base + i * stride`, `size` bytes long. The bytes of a stored object are the block's regions one
-after another. Regions follow from addresses, strides and storages alone. The logical shape says
-only which dimension counts blocks. Two engines of equal shapes that order heads and tokens
-differently get different tags (`KVLayout.tag`), even where a block is one piece for both.
+A *region* is one contiguous piece of every block of a KV cache group. The piece of block `i` starts
+at address `base + i * stride` and has `size` bytes. A stored object consists of the block's
+regions, one after another.
 
-Order of a block's bytes: tensors in the order given, and within a tensor ascending address. Pieces
-that touch in every block and belong to one storage are one region, because the object's bytes stay
-the same and the store moves fewer pieces.
+Regions are computed from addresses, strides and storages alone. The shape of a tensor only says
+which dimension counts blocks. Two engines can have equal shapes and yet order heads and tokens
+differently in memory. Then their tags differ (`KVLayout.tag`), even if a block is one piece for
+both.
+
+The bytes of a block are ordered by tensor, in the given order, and then by address. Two pieces that
+are adjacent in every block and belong to one storage are merged into one region. This does not
+change the bytes of the object, and the store has fewer pieces to move.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from kvmask.errors import AlignmentError, LayoutError
 
 __all__ = ["MAX_SEGMENTS", "KVLayout", "head_shards"]
 
-#: Pieces of one block above which a layout is refused: no store moves that many per key.
+#: Largest number of pieces per block. No store moves so many per key.
 MAX_SEGMENTS = 65_536
 
 Region: TypeAlias = tuple[int, int, int]
@@ -34,20 +37,20 @@ Range: TypeAlias = tuple[int, int]
 
 
 class KVLayout:
-    """Where the blocks of one KV cache group lie in memory.
+    """The places of the blocks of one KV cache group in memory.
 
-    Made by `from_tensors` or `from_regions`. It keeps its tensors alive: an address is good as long
-    as the layout exists. Whoever hands addresses to another thread or to a store keeps the layout
-    until the transfer is done.
+    Create it with `from_tensors` or `from_regions`. It keeps its tensors alive, so its addresses
+    are valid as long as the layout exists. If you pass addresses to another thread or to a store,
+    keep the layout until the transfer is done.
 
     Attributes:
-        num_blocks: Block ids are `0 <= id < num_blocks`.
+        num_blocks: Number of blocks. Block ids are `0 <= id < num_blocks`.
         block_bytes: Bytes of one block, over all regions.
-        device: Device of the tensors, such as "cpu" or "cuda:0"; None when nobody said.
-        tag: Short digest of what an object's bytes mean: element types, sizes and the order of the
-            dimensions in memory. Equal for equal layouts in other allocations, so it belongs in
-            the namespace of a key.
-        owners: The objects whose memory this is.
+        device: Device of the tensors, such as "cpu" or "cuda:0". None if it was not given.
+        tag: Short digest of the format of an object's bytes: element types, sizes and the order of
+            the dimensions in memory. Equal layouts in different allocations have equal tags. So a
+            tag can be part of the namespace of a key.
+        owners: The objects that own the memory.
     """
 
     __slots__ = (
@@ -70,7 +73,7 @@ class KVLayout:
         owners: tuple[Any, ...],
         tag: str,
     ) -> None:
-        """Take regions as they are; `from_tensors` and `from_regions` prepare and check them."""
+        """Take regions unchecked. `from_tensors` and `from_regions` prepare and check them."""
         self._core = Regions(list(regions), num_blocks)
         self._regions = tuple(regions)
         self._storages = tuple(storages)
@@ -88,19 +91,19 @@ class KVLayout:
 
         Args:
             tensors: torch tensors, or arrays with `__array_interface__` (NumPy) or
-                `__cuda_array_interface__` (CuPy). Empty ones are skipped. Views that lie within
-                another one in every block are dropped; so are repeated ones.
-            num_blocks: Blocks of the group.
-            block_dim: The dimension that counts blocks. Its size is `num_blocks`, or a multiple
-                of it when a kernel's blocks are smaller: then that many entries are one block.
+                `__cuda_array_interface__` (CuPy). Empty tensors are skipped. So are repeated
+                tensors, and views that lie within another view in every block.
+            num_blocks: Number of blocks of the group.
+            block_dim: The dimension that counts blocks. Its size is `num_blocks` or a multiple of
+                it. If a kernel uses smaller blocks, several entries make up one block.
 
         Returns:
-            The layout, which keeps the tensors.
+            The layout. It keeps the tensors alive.
 
         Raises:
             LayoutError: A tensor cannot be read, has another number of blocks, repeats elements
-                (an expanded view), leaves its storage, partly overlaps another one, or lies on
-                another device; or all tensors are empty.
+                (an expanded view), extends past its storage, partly overlaps another tensor, or is
+                on another device. Or all tensors are empty.
 
         >>> import numpy as np
         >>> KVLayout.from_tensors([np.zeros((4, 2, 16), np.float32)], num_blocks=4)
@@ -118,10 +121,10 @@ class KVLayout:
         device: str | None = None,
         owners: Iterable[Any] = (),
     ) -> KVLayout:
-        """Take the descriptors that an engine made itself.
+        """Create a layout from the regions that an engine computed itself.
 
-        The bytes of an object stay as the engine has them: regions keep their order, and one that
-        lies within another is kept.
+        The bytes of an object do not change: the regions keep their order, and a region that lies
+        within another one is kept.
 
         Args:
             regions: (base, size, stride) of every region: address of block 0, bytes of one piece,
@@ -135,8 +138,8 @@ class KVLayout:
             The layout, with touching regions merged.
 
         Raises:
-            LayoutError: A value is no unsigned 64 bit integer, a region leaves the storages or
-                partly overlaps another one, or there are no regions.
+            LayoutError: A value is not an unsigned 64 bit integer, a region extends past the
+                storages or partly overlaps another one, or there are no regions.
 
         >>> layout = KVLayout.from_regions([(4096, 512, 512)], 4, storages=[(4096, 2048)])
         >>> layout.addresses([0, 3])
@@ -179,29 +182,28 @@ class KVLayout:
 
     @property
     def storages(self) -> list[Range]:
-        """(address, bytes) of the memory to register, each piece once, sorted, none empty.
+        """(address, bytes) of the memory to register, sorted by address, without empty ranges.
 
-        Overlapping storages are one entry. Ones that only touch stay apart: they are separate
-        allocations.
+        Storages that overlap are one entry. Storages that are only adjacent are two entries,
+        because they are separate allocations.
         """
         return list(self._storages)
 
     def addresses(
         self, block_ids: Sequence[int] | Any, *, null_block: int | None = None
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Give the address and size of every piece of some blocks.
+        """Return the address and size of every piece of some blocks.
 
         Args:
             block_ids: Integers in a list, tuple, range or one-dimensional array.
-            null_block: The block that stands for "no block" in the engine's tables; refused.
+            null_block: The id that means "no block" in the engine's tables. It is refused.
 
         Returns:
-            Addresses and sizes, one row per block and one entry per region. All rows of sizes are
-            the same list object, also in later calls: read it, do not change it.
+            Addresses and sizes, each with one row per block and one entry per region. All rows of
+            sizes are the same list object, also in later calls. Do not change it.
 
         Raises:
-            BlockIdError: An entry is no integer, is not `0 <= id < num_blocks`, or is the null
-                block.
+            BlockIdError: An entry is not an integer, is out of range, or is the null block.
         """
         rows: tuple[list[list[int]], list[list[int]]] = self._core.addresses(block_ids, null_block)
         return rows
@@ -224,28 +226,30 @@ def head_shards(
     head_dim: int = 1,
     block_dim: int = 0,
 ) -> dict[int, KVLayout]:
-    """Cut this rank's KV heads into the shards of a store that several TP sizes share.
+    """Split this rank's KV heads into shards, for a store that engines of several TP sizes share.
 
-    The store holds every block as `store_tp` objects of `num_kv_heads / store_tp` heads. A rank of
-    an engine with fewer ranks owns several of them. The bytes of a shard are the same whatever
-    `local_tp` is, as long as the engines order heads and tokens alike in memory (equal tags).
+    The store holds every block as `store_tp` objects of `num_kv_heads / store_tp` heads each. If
+    the engine has fewer ranks than that, each rank owns several of these objects. The bytes of a
+    shard do not depend on `local_tp`, if the engines order heads and tokens equally in memory.
+    Their tags are then equal.
 
     Args:
         tensors: As in `KVLayout.from_tensors`, with this rank's heads in dimension `head_dim`.
-        num_blocks: Blocks of the group.
+        num_blocks: Number of blocks of the group.
         num_kv_heads: KV heads of the model, over all ranks.
         local_tp: Tensor-parallel size of this engine.
-        store_tp: Tensor-parallel size that the store's objects are cut for.
-        tp_rank: This rank.
+        store_tp: Number of shards in the store.
+        tp_rank: Tensor-parallel rank of this process.
         head_dim: The dimension that counts heads.
         block_dim: The dimension that counts blocks.
 
     Returns:
-        Shard id to layout, for the shards of this rank.
+        A layout per shard id, for the shards of this rank.
 
     Raises:
-        AlignmentError: `local_tp` does not divide `store_tp`, or `store_tp` not `num_kv_heads`.
-        LayoutError: A size is not positive, the rank does not exist, or a tensor does not fit.
+        AlignmentError: `store_tp` is not a multiple of `local_tp`, or `num_kv_heads` is not a
+            multiple of `store_tp`.
+        LayoutError: A size is not positive, the rank does not exist, or a tensor has another shape.
     """
     num_kv_heads = check_integer(num_kv_heads, "`num_kv_heads`", 1, 1 << 31)
     local_tp = check_integer(local_tp, "`local_tp`", 1, 1 << 31)
@@ -281,7 +285,7 @@ def head_shards(
 
 
 def _views(tensors: Iterable[Any]) -> tuple[tuple[Any, ...], list[ArrayView]]:
-    """The tensors, and what memory those are that have elements."""
+    """Return the tensors, and views of those that are not empty."""
     if is_array(tensors) or not isinstance(tensors, Iterable):
         raise LayoutError(f"`tensors` must be a list of tensors, got one {type(tensors).__name__}")
     owners = tuple(tensors)
@@ -289,7 +293,7 @@ def _views(tensors: Iterable[Any]) -> tuple[tuple[Any, ...], list[ArrayView]]:
 
 
 def _integers(values: Any, count: int, name: str) -> tuple[Any, ...]:
-    """A tuple of `count` unsigned 64 bit integers."""
+    """Check that `values` are `count` unsigned 64 bit integers, and return them as a tuple."""
     if not isinstance(values, (tuple, list)) or len(values) != count:
         raise LayoutError(f"{name} must be {count} integers, got {values!r}")
     return tuple(check_integer(value, name, 0, 1 << 64) for value in values)
@@ -304,7 +308,7 @@ def _check_count(count: int, index: int) -> None:
 
 
 def _segments(view: ArrayView, num_blocks: int, block_dim: int) -> tuple[list[Region], str]:
-    """Regions of one tensor by ascending address, and the text of its layout for the tag."""
+    """Return the regions of one tensor by address, and a text that describes it for the tag."""
     name = f"`tensors[{view.index}]`"
     block_dim = check_integer(block_dim, f"`block_dim` of tensor {view.index}", 0, len(view.shape))
     entries = view.shape[block_dim]
@@ -315,7 +319,7 @@ def _segments(view: ArrayView, num_blocks: int, block_dim: int) -> tuple[list[Re
         )
     per_block = entries // num_blocks
 
-    # A dimension of one entry has no stride to speak of.
+    # The stride of a dimension with one entry has no meaning.
     dims = [
         (stride, n, d)
         for d, (n, stride) in enumerate(zip(view.shape, view.strides, strict=True))
@@ -342,7 +346,7 @@ def _segments(view: ArrayView, num_blocks: int, block_dim: int) -> tuple[list[Re
         size *= inner.pop(0)[1]
     _check_count(math.prod(n for _, n in inner), view.index)
     steps = [range(0, stride * n, stride) for stride, n in reversed(inner)]
-    # The stride of a single block means nothing; give one that depends on the bytes alone.
+    # The stride of a single block has no meaning. Choose one that depends only on its bytes.
     step = size if num_blocks == 1 else block_stride
     regions = [(view.address + sum(offsets), size, step) for offsets in itertools.product(*steps)]
     order = [f"b{per_block}" if d == block_dim else f"{d}:{n}" for _, n, d in reversed(dims)]
@@ -358,7 +362,7 @@ def _tag(text: str) -> str:
 def _prepare(
     raw: list[Region], num_blocks: int, storages: Iterable[Range], drop: bool
 ) -> tuple[list[Region], list[Range]]:
-    """Checked, merged regions and the storages that hold them."""
+    """Check and merge regions. Return them with the storages that contain them."""
     if not raw:
         raise LayoutError("`regions` must hold at least one region, got none")
     _check_count(len(raw), len(raw) - 1)
@@ -376,8 +380,8 @@ def _prepare(
             )
         homes.append(home)
     given = list(zip(raw, homes, strict=True))
-    # Covered regions go first, lest one be merged into something that is only partly covered; what
-    # merging builds can cover more.
+    # Drop covered regions before merging. Otherwise a covered one may be merged with a neighbour
+    # into a region that is only partly covered. Merged regions can cover others, so drop again.
     distinct = _drop_contained(_merge(_drop_contained(given, num_blocks), num_blocks), num_blocks)
     _check_overlaps(distinct, num_blocks)
     regions = _merge(distinct if drop else given, num_blocks)
@@ -402,8 +406,9 @@ def _check_storages(storages: Iterable[Range]) -> list[Range]:
 
 
 def merge_ranges(ranges: Iterable[Range]) -> list[Range]:
-    """Each byte once: ranges that overlap become one; ranges that merely touch stay apart, since
-    two allocations are two registrations.
+    """Merge ranges that overlap, so that each byte is in one range.
+
+    Adjacent ranges are not merged. They are separate allocations and are registered separately.
 
     >>> merge_ranges([(0, 8), (4, 8), (12, 4), (0, 0)])
     [(0, 12), (12, 4)]
@@ -422,7 +427,7 @@ _Placed: TypeAlias = tuple[Region, int]
 
 
 def _merge(placed: list[_Placed], num_blocks: int) -> list[_Placed]:
-    """Join neighbours in order that touch in every block and share a storage."""
+    """Merge successive regions that are adjacent in every block and in the same storage."""
     merged: list[_Placed] = []
     for (base, size, stride), home in placed:
         if merged:
@@ -441,10 +446,10 @@ def _merge(placed: list[_Placed], num_blocks: int) -> list[_Placed]:
 
 
 def _drop_contained(placed: list[_Placed], num_blocks: int) -> list[_Placed]:
-    """Without regions that lie within another one in every block; the first of equals stays."""
+    """Drop regions that lie within another one in every block. Of equal ones the first is kept."""
     kept: list[int] = []
     previous, reach = -1, -1
-    # The stride of a single block means nothing.
+    # The stride of a single block has no meaning.
     strides = [0 if num_blocks == 1 else stride for (_, _, stride), _ in placed]
     order = range(len(placed))
     for i in sorted(order, key=lambda i: (strides[i], placed[i][0][0], -placed[i][0][1], i)):
@@ -475,9 +480,9 @@ def _check_overlaps(placed: list[_Placed], num_blocks: int) -> None:
 
 
 def _apart_in_one_stride(regions: list[Region]) -> bool:
-    """True when all strides are equal and the regions are apart modulo the stride.
+    """True when all strides are equal and the regions do not overlap modulo the stride.
 
-    That settles the usual block-major layouts in linear time; others need the pairwise check.
+    This is a fast check for the usual block-major layouts. Others need the check of all pairs.
     """
     stride = regions[0][2]
     if any(s != stride for _, _, s in regions):
