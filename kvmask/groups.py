@@ -8,14 +8,14 @@ groups whose rules agree but whose tensors differ (head size, dtype): any hashab
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from kvmask.errors import ArgumentError
 
 
 def check_count(value: int, name: str, low: int = 1) -> None:
     """Refuse anything but an int of at least ``low``."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
         raise TypeError(f"`{name}` must be an integer, got {type(value).__name__}")
     if value < low:
         raise ArgumentError(f"`{name}` must be at least {low}, got {value}")
@@ -70,6 +70,7 @@ class SlidingWindow(Group):
     """
 
     block_size: int
+    _: KW_ONLY
     window: int
     prefix_cacheable: bool = True
     eagle: bool = False

@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 from kvmask._core import Regions
 from kvmask.arrays import ArrayView, check_integer, is_array, view_of
 from kvmask.errors import AlignmentError, LayoutError
+from kvmask.payload import TensorFacts, tensor_facts
 
 __all__ = ["MAX_SEGMENTS", "KVLayout", "head_shards"]
 
@@ -50,6 +51,7 @@ class KVLayout:
         tag: Short digest of the format of an object's bytes: element types, sizes and the order of
             the dimensions in memory. Equal layouts in different allocations have equal tags. So a
             tag can be part of the namespace of a key.
+        tensors: TensorFacts per tensor that is not empty, or per region of an engine's own.
         owners: The objects that own the memory.
     """
 
@@ -62,6 +64,7 @@ class KVLayout:
         "num_blocks",
         "owners",
         "tag",
+        "tensors",
     )
 
     def __init__(
@@ -72,6 +75,7 @@ class KVLayout:
         device: str | None,
         owners: tuple[Any, ...],
         tag: str,
+        tensors: Sequence[TensorFacts] = (),
     ) -> None:
         """Take regions unchecked. `from_tensors` and `from_regions` prepare and check them."""
         self._core = Regions(list(regions), num_blocks)
@@ -82,6 +86,7 @@ class KVLayout:
         self.device = device
         self.owners = owners
         self.tag = tag
+        self.tensors = tuple(tensors)
 
     @classmethod
     def from_tensors(
@@ -150,7 +155,8 @@ class KVLayout:
         ranges = [_integers(s, 2, f"`storages[{i}]`") for i, s in enumerate(storages)]
         text = f"regions {[size for _, size, _ in given]}"
         merged, kept = _prepare(given, num_blocks, ranges, drop=False)
-        return cls(merged, num_blocks, kept, device, tuple(owners), _tag(text))
+        facts = [TensorFacts(None, f"{size} bytes", size) for _, size, _ in given]
+        return cls(merged, num_blocks, kept, device, tuple(owners), _tag(text), facts)
 
     @classmethod
     def _from_views(
@@ -161,6 +167,7 @@ class KVLayout:
             raise LayoutError("`tensors` must hold a tensor that is not empty, got none")
         raw: list[Region] = []
         texts: list[str] = []
+        facts: list[TensorFacts] = []
         for view in views:
             if view.device != views[0].device:
                 raise LayoutError(
@@ -170,10 +177,12 @@ class KVLayout:
             regions, text = _segments(view, num_blocks, block_dim)
             raw += regions
             texts.append(text)
+            facts.append(tensor_facts(view, num_blocks, block_dim, text))
             _check_count(len(raw), view.index)
         regions, storages = _prepare(raw, num_blocks, [v.storage for v in views], drop=True)
         texts.append(f"{sum(size for _, size, _ in regions)} bytes")
-        return cls(regions, num_blocks, storages, views[0].device, owners, _tag("; ".join(texts)))
+        tag = _tag("; ".join(texts))
+        return cls(regions, num_blocks, storages, views[0].device, owners, tag, facts)
 
     @property
     def regions(self) -> list[Region]:

@@ -29,8 +29,9 @@ and MemCache backends are another format and not covered.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from kvmask._core import KeyBuilder
 from kvmask.errors import ArgumentError, KeyFormatError
@@ -44,7 +45,16 @@ from kvmask.keys.base import (
     warn,
 )
 
-RANKS = ("head_or_tp_rank", "pcp_rank", "dcp_rank", "pp_rank", "group_id")
+PLACES = MappingProxyType(
+    {
+        "head_or_tp_rank": "tensor",
+        "pcp_rank": "prefill",
+        "dcp_rank": "context",
+        "pp_rank": "stage",
+        "group_id": "group",
+    }
+)
+RANKS = tuple(PLACES)
 
 _CONTEXT = (
     r"(?P<model>.+?)(?:@pcp(?P<colon>:?)(?P<pcp_rank>\d+)@dcp(?P=colon)|@dcp:)(?P<dcp_rank>\d+)"
@@ -134,6 +144,30 @@ class AscendKeys(KeySchema):
             warn(f"`model` {self.model!r} is keyed as {short!r}: models of that name share keys")
         if "@" in short:
             warn(f"`model` {short!r} holds '@', which separates the parts of a key")
+        self._assemble()
+
+    @property
+    def rank_rule(self) -> str:
+        """AscendStore's own: a key always holds the decode-context-parallel rank."""
+        return "ascend"
+
+    @property
+    def places(self) -> Mapping[str, str]:
+        """Those that keys of this release have."""
+        absent = {"group_id"} if _form(self.release) == "0.13" else set()
+        if _form(self.release) == "0.28":
+            absent.add("pcp_rank")
+        if self.layer_id is not None:
+            absent.add("pp_rank")
+        return {name: source for name, source in PLACES.items() if name not in absent}
+
+    @property
+    def numbers_all_groups(self) -> bool:
+        """AscendStore counts all of them."""
+        return True
+
+    def _assemble(self) -> None:
+        form, short = _form(self.release), last_part(self.model)
         context = {
             "0.13": f"@pcp{self.pcp_rank}@dcp{self.dcp_rank}",
             "0.20": f"@pcp{self.pcp_rank}@dcp{self.dcp_rank}",

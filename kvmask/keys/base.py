@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from kvmask._core import Bitset, BlockHashes, KeyBuilder, build_keys
 from kvmask.errors import ArgumentError, KeyFormatError, KeyFormatWarning
@@ -24,6 +26,17 @@ def check_text(value: str, name: str) -> None:
         value.encode()
     except UnicodeEncodeError as e:
         raise KeyFormatError(f"`{name}` must be valid Unicode, got {value!r}") from e
+
+
+def check_tags(schema: object) -> None:
+    """Refuse tags that are no mapping from text to text, and keep a copy of them."""
+    tags = schema.tags  # type: ignore[attr-defined]
+    if not isinstance(tags, Mapping):
+        raise TypeError(f"`tags` must be a mapping, got {type(tags).__name__}")
+    for name, value in tags.items():
+        check_text(name, "tags")
+        check_text(value, "tags")
+    object.__setattr__(schema, "tags", dict(tags))
 
 
 def check_counts(schema: object, names: Sequence[str]) -> None:
@@ -65,10 +78,50 @@ def read_digest(text: str, key: str) -> bytes:
     return digest
 
 
+@dataclass(frozen=True, slots=True)
+class KeyPlace:
+    """Whose keys a template is filled in for: one rank namespace of one group.
+
+    Attributes:
+        tensor: Number of the tensor-parallel shard.
+        context: Decode-context-parallel rank.
+        prefill: Prefill-context-parallel rank.
+        stage: Pipeline-parallel rank.
+        group: Number of the KV cache group.
+        shards: Tensor-parallel shards of the group.
+        tensor_size: Tensor-parallel size of the engine.
+        context_size: Decode-context-parallel size.
+        prefill_size: Prefill-context-parallel size.
+        stage_size: Pipeline-parallel size.
+    """
+
+    tensor: int = 0
+    context: int = 0
+    prefill: int = 0
+    stage: int = 0
+    group: int = 0
+    shards: int = 1
+    tensor_size: int = 1
+    context_size: int = 1
+    prefill_size: int = 1
+    stage_size: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Workers with objects of their own: tensor shards times pipeline stages."""
+        return self.shards * self.stage_size
+
+    @property
+    def world_rank(self) -> int:
+        """Number of the worker among them, stage by stage."""
+        return self.stage * self.shards + self.tensor
+
+
 class KeySchema:
     """A namespace of keys: text, the digest of a block, text.
 
-    Schemas are equal when they give equal keys.
+    Schemas are equal when they give equal keys. A schema whose ranks and group have their defaults
+    is also a template: `kvmask.Contract` fills those in with `fill`.
     """
 
     _builder: KeyBuilder
@@ -87,6 +140,48 @@ class KeySchema:
     def builder(self) -> KeyBuilder:
         """The core's key builder of this namespace."""
         return self._builder
+
+    @property
+    def places(self) -> Mapping[str, str]:
+        """Field to the attribute of a `KeyPlace` that it holds, for all fields to be filled in."""
+        return {}
+
+    @property
+    def rank_rule(self) -> str:
+        """Which tensor ranks share keys: one of ``kvmask.ranks.RULES``."""
+        return "equal bytes"
+
+    @property
+    def numbers_all_groups(self) -> bool:
+        """Whether a group's number is its index among all groups, not the cacheable ones alone."""
+        return False
+
+    @property
+    def eviction(self) -> KeyBuilder | None:
+        """Builds the store's group ids, which name what is evicted together; None: it has none."""
+        return None
+
+    def fill(self: S, place: KeyPlace) -> S:
+        """This template for one rank namespace of one group.
+
+        Nothing is checked or warned about again: the template was when it was made.
+        """
+        return self._with(**self._filled(place))
+
+    def _filled(self, place: KeyPlace) -> dict[str, Any]:
+        """The fields that a place fills in."""
+        return {name: getattr(place, source) for name, source in self.places.items()}
+
+    def _with(self: S, **fields: Any) -> S:
+        made = copy.copy(self)
+        for name, value in fields.items():
+            object.__setattr__(made, name, value)
+        made._assemble()
+        return made
+
+    def _assemble(self) -> None:
+        """Make the builder from fields that are known to be good."""
+        raise NotImplementedError
 
     def _build(self, prefix: str, suffix: str = "", strip: bool = False) -> None:
         # The dataclasses are frozen.

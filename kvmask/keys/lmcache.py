@@ -37,7 +37,7 @@ from typing import Any
 from kvmask._core import KeyBuilder
 from kvmask.errors import ArgumentError, KeyFormatError
 from kvmask.groups import check_count
-from kvmask.keys.base import KeySchema, check_counts, check_text, read_digest, warn
+from kvmask.keys.base import KeySchema, check_counts, check_tags, check_text, read_digest, warn
 
 #: LMCache's names of torch dtypes, by torch's.
 DTYPES = {
@@ -112,16 +112,29 @@ class LMCacheKeys(KeySchema):
         dtype = DTYPES.get(self.dtype, self.dtype)
         if dtype not in DTYPES.values():
             raise ArgumentError(f"`dtype` must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        words = [dtype]
         if self.layer_id is not None:
             check_counts(self, ("layer_id",))
-            words.append(str(self.layer_id))
+        check_tags(self)
         for name, value in self.tags.items():
-            check_text(name, "tags")
-            check_text(value, "tags")
             if "@" in name + value or "%" in name:
                 warn(f"tag {name!r}: {value!r} holds '@' or '%', which separate the parts of a key")
-            words.append(f"{name}%{value}")
+        self._assemble()
+
+    @property
+    def rank_rule(self) -> str:
+        """LMCache's own: one object per worker."""
+        return "own"
+
+    @property
+    def places(self) -> Mapping[str, str]:
+        """The worker's number and their count; a group has none."""
+        return {"world_size": "world_size", "worker_id": "world_rank"}
+
+    def _assemble(self) -> None:
+        words = [DTYPES.get(self.dtype, self.dtype)]
+        if self.layer_id is not None:
+            words.append(str(self.layer_id))
+        words += [f"{name}%{value}" for name, value in self.tags.items()]
         prefix = f"{self.model}@{self.world_size}@{self.worker_id}@"
         self._build(prefix, "@" + "@".join(words), self.number)
 
@@ -194,6 +207,19 @@ class LMCacheObjectKeys(KeySchema):
                 f"`cache_salt` must be at most {SALT_LENGTH} characters without '@', '/', "
                 f"'\\' and NUL, got {self.cache_salt!r}"
             )
+        self._assemble()
+
+    @property
+    def rank_rule(self) -> str:
+        """LMCache's own: one object per worker."""
+        return "own"
+
+    @property
+    def places(self) -> Mapping[str, str]:
+        """The worker's number, their count and the object group."""
+        return {"world_size": "world_size", "rank": "world_rank", "object_group": "group"}
+
+    def _assemble(self) -> None:
         numbers = {
             "world_size": self.world_size,
             "rank": self.rank,

@@ -27,14 +27,24 @@ scheme of that release (``--hicache-storage-key-scheme unified``) is another for
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from kvmask._core import KeyBuilder, build_keys
 from kvmask.errors import ArgumentError, KeyFormatError
 from kvmask.groups import check_count
-from kvmask.keys.base import Hashes, KeySchema, Mask, check_counts, check_text, read_digest, warn
+from kvmask.keys.base import (
+    Hashes,
+    KeyPlace,
+    KeySchema,
+    Mask,
+    check_counts,
+    check_text,
+    read_digest,
+    warn,
+)
 
 _PART = re.compile(r"[a-z0-9]+(_[a-z0-9]+)*")
 _KEY = re.compile(
@@ -47,6 +57,19 @@ _GRID = re.compile(
     r"(?:(?P<model>.*)_)?tp(?P<tp_size>\d+)_dcp(?P<dcp_size>\d+)_page(?P<page_size>\d+)"
     r"_pp(?P<pp_size>\d+)_cp(?P<cp_size>\d+)",
     re.DOTALL,
+)
+
+PLACES = MappingProxyType(
+    {
+        "tp_rank": "tensor",
+        "pp_rank": "stage",
+        "pp_size": "stage_size",
+        "dcp_rank": "context",
+        "dcp_size": "context_size",
+        "cp_rank": "prefill",
+        "cp_size": "prefill_size",
+        "tp_size": "tensor_size",
+    }
 )
 
 
@@ -114,16 +137,35 @@ class SglangKeys(KeySchema):
             )
         if self.dcp_size > 1 and not self.mla:
             raise ArgumentError(f"`dcp_size` must be 1 without `mla`, got {self.dcp_size}")
-        words = []
         if self.backend_tag is not None:
             check_text(self.backend_tag, "backend_tag")
             if "_" in self.backend_tag:
                 warn(f"`backend_tag` {self.backend_tag!r} holds '_', which separates the parts")
-            words.append(self.backend_tag)
+        if "/" in self.model:
+            short = self.model.replace("/", "-")
+            warn(f"`model` {self.model!r} is keyed as {short!r}, '-' and '/' alike")
+        self._assemble()
+
+    @property
+    def rank_rule(self) -> str:
+        """SGLang's own: an MLA page is one object, any other one per rank."""
+        return "equal bytes" if self.mla else "own"
+
+    @property
+    def places(self) -> Mapping[str, str]:
+        """Ranks and sizes; a group has none, its `part` tells it apart."""
+        return PLACES
+
+    def _filled(self, place: KeyPlace) -> dict[str, Any]:
+        fields = super()._filled(place)
+        if place.context_size > 1 and not self.mla:
+            raise ArgumentError(f"`dcp_size` must be 1 without `mla`, got {place.context_size}")
+        return fields
+
+    def _assemble(self) -> None:
+        words = [] if self.backend_tag is None else [self.backend_tag]
         if self.model:
             words.append(self.model.replace("/", "-"))
-            if "/" in self.model:
-                warn(f"`model` {self.model!r} is keyed as {words[-1]!r}, '-' and '/' alike")
         pp = [str(self.pp_rank)] if self.pp_size > 1 else []
         owner = [*pp] if self.mla else [str(self.tp_rank), *pp]
         if self.dcp_size > 1:
@@ -135,12 +177,16 @@ class SglangKeys(KeySchema):
         head = "_".join(words) + "_" if words else ""
         self._build(head, f"_{'_'.join(owner)}_{self.part}")
 
+    @property
+    def eviction(self) -> KeyBuilder:
+        """Builds Mooncake's group ids of pages."""
+        return KeyBuilder(f"sglang-hicache:{self._builder.prefix}")
+
     def mooncake_group_ids(
         self, hashes: Hashes, mask: Mask | None = None, start: int = 0, scale: int = 1
     ) -> list[str]:
         """Mooncake's group ids of the pages that `keys` names, in the same order."""
-        builder = KeyBuilder(f"sglang-hicache:{self._builder.prefix}")
-        return build_keys((builder,), hashes, mask, start, scale)
+        return build_keys((self.eviction,), hashes, mask, start, scale)
 
     @classmethod
     def _candidates(cls, key: str) -> Iterator[tuple[SglangKeys, bytes]]:

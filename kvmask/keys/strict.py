@@ -22,8 +22,8 @@ from typing import Any
 
 from kvmask._core import KeyBuilder
 from kvmask.errors import ArgumentError, KeyFormatError
-from kvmask.keys.base import KeySchema, check_counts, check_text, read_digest
-from kvmask.keys.vllm import RANKS
+from kvmask.keys.base import KeySchema, check_counts, check_tags, check_text, read_digest
+from kvmask.keys.vllm import RANK_PLACES, RANKS
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{16}")
 _KEY = re.compile(
@@ -60,6 +60,8 @@ def fingerprint(facts: Mapping[str, str | int | bool | None]) -> str:
     >>> fingerprint({"dtype": "bf16"}) == fingerprint({"dtype": "fp8"})
     False
     """
+    if not isinstance(facts, Mapping):
+        raise TypeError(f"`facts` must be a mapping, got {type(facts).__name__}")
     for name, value in facts.items():
         if not isinstance(name, str) or not isinstance(value, str | int | type(None)):
             raise ArgumentError(
@@ -112,14 +114,36 @@ class StrictKeys(KeySchema):
         check_counts(self, RANKS)
         if not self.model.strip("/"):
             raise KeyFormatError(f"`model` must name a model, got {self.model!r}")
-        for name, value in self.tags.items():
-            check_text(name, "tags")
-            check_text(value, "tags")
+        check_tags(self)
         digest = self.facts_digest or fingerprint(self.facts)
         if not _FINGERPRINT.fullmatch(digest):
             raise KeyFormatError(f"`facts_digest` must be 16 hex digits, got {digest!r}")
         if self.facts and digest != fingerprint(self.facts):
             raise ArgumentError(f"`facts_digest` must be that of `facts`, got {digest}")
+        self._assemble()
+
+    def with_facts(self, facts: Mapping[str, str | int | bool | None]) -> StrictKeys:
+        """The same keys under other facts."""
+        return self._with(facts=dict(facts), facts_digest="")
+
+    def with_facts_digest(self, digest: str) -> StrictKeys:
+        """The same keys under other facts, of which the fingerprint is known.
+
+        Args:
+            digest: 16 hex digits.
+
+        >>> StrictKeys("m").with_facts_digest("0123456789abcdef").prefix
+        'kvm1@m@@@0123456789abcdef@tp0@pcp0@dcp0@pp0@g0'
+        """
+        return self._with(facts={}, facts_digest=digest)
+
+    @property
+    def places(self) -> Mapping[str, str]:
+        """All five are filled in."""
+        return RANK_PLACES
+
+    def _assemble(self) -> None:
+        digest = self.facts_digest or fingerprint(self.facts)
         tags = ",".join(
             f"{escape(k, '=,')}={escape(v, '=,')}" for k, v in sorted(self.tags.items())
         )

@@ -33,8 +33,9 @@ four.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from kvmask._core import KeyBuilder, build_keys
@@ -52,7 +53,16 @@ from kvmask.keys.base import (
     warn,
 )
 
-RANKS = ("tp_rank", "pcp_rank", "dcp_rank", "pp_rank", "group_id")
+RANK_PLACES = MappingProxyType(
+    {
+        "tp_rank": "tensor",
+        "pcp_rank": "prefill",
+        "dcp_rank": "context",
+        "pp_rank": "stage",
+        "group_id": "group",
+    }
+)
+RANKS = tuple(RANK_PLACES)
 STORE_LAYOUTS = ("lbhnc", "lbnhc")
 
 _NAMESPACE = re.compile(r"(@store_[a-z]+:[^@]+)+")
@@ -100,6 +110,17 @@ def store_namespace(
     assert store_tp is not None
     check_count(store_tp, "store_tp", 1)
     return f"@store_tp:{store_tp}@store_pp:{pp_size}@store_format:tp_shared_{layout}"
+
+
+def store_numbers(namespace: str) -> dict[str, int]:
+    """The numbers in a store namespace, by name.
+
+    >>> store_numbers("@store_pp:2@store_format:rank_local_tp8_layout_LBNHC")
+    {'store_pp': 2, 'rank_local_tp': 8}
+    """
+    found = re.findall(r"@(store_tp|store_pp):(\d+)(?=@|$)", namespace)
+    found += re.findall(r"@store_format:(rank_local_tp)(\d+)_", namespace)
+    return {name: int(number) for name, number in found}
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,6 +181,24 @@ class VllmKeys(KeySchema):
                     "of the model name"
                 )
         release_number(self.release)
+        self._assemble()
+
+    @property
+    def places(self) -> Mapping[str, str]:
+        """All five are filled in."""
+        return RANK_PLACES
+
+    @property
+    def rank_rule(self) -> str:
+        """vLLM's own: every rank has its keys under decode context parallelism."""
+        return "vllm"
+
+    @property
+    def numbers_all_groups(self) -> bool:
+        """vLLM counts all groups before 0.32, and the cacheable ones from then on."""
+        return release_number(self.release) < (0, 32)
+
+    def _assemble(self) -> None:
         self._build(
             f"{self._head}@tp_rank:{self.tp_rank}@pcp{self.pcp_rank}@dcp{self.dcp_rank}"
             f"@pp_rank:{self.pp_rank}@group:{self.group_id}@"
@@ -169,6 +208,13 @@ class VllmKeys(KeySchema):
     def _head(self) -> str:
         head = f"{self.cache_prefix}@" if self.cache_prefix else ""
         return f"{head}{last_part(self.model)}{self.namespace}"
+
+    @property
+    def eviction(self) -> KeyBuilder | None:
+        """Builds Mooncake's group ids; None before vLLM 0.28, which sends none."""
+        if release_number(self.release) < (0, 28):
+            return None
+        return KeyBuilder(f"vllm-mooncake-store:{self._head}@")
 
     def mooncake_group_ids(
         self, hashes: Hashes, mask: Mask | None = None, start: int = 0, scale: int = 1
@@ -187,11 +233,11 @@ class VllmKeys(KeySchema):
         >>> VllmKeys(model="m").mooncake_group_ids([b"abcd"])
         ['vllm-mooncake-store:m@61626364']
         """
-        if release_number(self.release) < (0, 28):
+        builder = self.eviction
+        if builder is None:
             raise ArgumentError(
                 f"`release` must be 0.28 or later for Mooncake group ids, got {self.release}"
             )
-        builder = KeyBuilder(f"vllm-mooncake-store:{self._head}@")
         return build_keys((builder,), hashes, mask, start, scale)
 
     @classmethod

@@ -1,0 +1,530 @@
+"""Contract: what engines must agree on to share a KV cache, in one object that is checked once.
+
+Two lists. *What shapes keys or bytes* is in the `fingerprint`, which strict keys carry: kinds,
+block sizes, windows and chunks of the cacheable groups in order, the hash block, the hash algorithm
+and its start, the text around the digest in a key, shards and stages, the facts of the payload that
+all ranks have, and the user's own facts. *What is local policy* is not: names, EAGLE, retention,
+alignment, partial hits, how states are saved, retained tokens, `spec`, numbers of blocks,
+addresses, and which rank it is.
+
+A contract holds no tensor and no rank of its own. `bind` adds both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from kvmask._core import BlockHashes
+from kvmask.contract.file import decode, encode, read_text, write_text
+from kvmask.contract.memory import (
+    LocalPlace,
+    by_group,
+    check_places,
+    facts_by_place,
+    layout_rows,
+    named_groups,
+    payload_row,
+)
+from kvmask.contract.schemes import bound_scheme, lookup_scheme
+from kvmask.contract.shape import digest, shape, stated_facts, with_digest, without_facts
+from kvmask.contract.templates import (
+    FilledGroup,
+    check_engine,
+    check_templates,
+    fill_all,
+    group_numbers,
+)
+from kvmask.coordinator import Coordinator, group_row
+from kvmask.errors import ArgumentError, HashInputError
+from kvmask.groups import Group
+from kvmask.hashing.chain import BlockHasher
+from kvmask.hashing.origin import DigestOrigin
+from kvmask.hashing.settings import Hashing, check_digests
+from kvmask.keys.base import KeySchema
+from kvmask.keys.strict import StrictKeys
+from kvmask.layout import KVLayout
+from kvmask.payload import Fact, PayloadFacts
+from kvmask.plans.scheme import Scheme
+from kvmask.ranks import OwnRanks, RankGrid
+
+if TYPE_CHECKING:
+    from kvmask.request import CacheRequest
+
+__all__ = ["BoundContract", "Contract"]
+
+STATES = ("table", "handoff")
+_DEFAULT: Any = object()
+_NO_GRID = RankGrid()
+
+
+class Contract:
+    """What engines must agree on to share a KV cache: portable, checked once, immutable.
+
+    Safe to use from several threads.
+
+    Args:
+        groups: The KV cache groups, by name or in order (then named "0", "1", ...). The order is
+            that of the engine's block tables.
+        hash_block_size: Tokens per block hash.
+        keys: A key schema as a template, whose ranks and group are left to the contract; or a
+            mapping from group names to one template, or to one per object of a block.
+        hashing: Algorithm and start of the digests, by default `Hashing()`. None: they come from
+            elsewhere, and no token ids are hashed here.
+        alignment: As in Coordinator.
+        retention_interval: As in Coordinator.
+        partial_hits: As in Coordinator.
+        states: "table": state groups are saved by their place in the block table. "handoff": the
+            engine hands each state over.
+        ranks: The engine's ranks.
+        payload: Per group, by name or in order: the KVLayout of any one rank (one per shard), a
+            PayloadFacts, or None. Their facts are kept, not their memory.
+        facts: What else the bytes depend on: names to text, integers, booleans or None.
+
+    Attributes:
+        names: Names of the groups.
+        groups: The groups.
+        coordinator: Their masks and hits.
+        keys: Per group its templates; none for a group that is not prefix-cacheable.
+        hashing: As given.
+        states: As given.
+        ranks: As given.
+        payload: Per group the facts that all ranks share, one entry per object of a block; None
+            where nobody stated them.
+        facts: The user's facts, with those of the templates.
+        fingerprint: 16 hex digits of all that shapes keys or bytes. The same in every process.
+        scheme: What plans take; without memory, so for lookups alone.
+
+    Raises:
+        ArgumentError: Something breaks a rule.
+
+    >>> from kvmask.groups import FullAttention
+    >>> hashing = Hashing(seed="vllm-none-hash")
+    >>> Contract({"full": FullAttention(16)}, 16, StrictKeys("org/model"), hashing).names
+    ('full',)
+    """
+
+    __slots__ = (
+        "_filled",
+        "_local",
+        "coordinator",
+        "facts",
+        "fingerprint",
+        "groups",
+        "hashing",
+        "keys",
+        "names",
+        "payload",
+        "ranks",
+        "scheme",
+        "states",
+    )
+
+    names: tuple[str, ...]
+    groups: tuple[Group, ...]
+    coordinator: Coordinator
+    keys: tuple[tuple[KeySchema, ...], ...]
+    hashing: Hashing | None
+    states: str
+    ranks: RankGrid
+    payload: tuple[tuple[PayloadFacts, ...] | None, ...]
+    facts: Mapping[str, Fact]
+    fingerprint: str
+    scheme: Scheme
+    _filled: tuple[FilledGroup, ...]
+    _local: Mapping[LocalPlace, PayloadFacts]
+
+    def __init__(
+        self,
+        groups: Mapping[str, Group] | Sequence[Group],
+        hash_block_size: int,
+        keys: KeySchema | Mapping[str, KeySchema | Sequence[KeySchema]],
+        hashing: Hashing | None = _DEFAULT,
+        *,
+        alignment: int | None = None,
+        retention_interval: int | None = None,
+        partial_hits: bool = False,
+        states: str = "table",
+        ranks: RankGrid = _NO_GRID,
+        payload: Any = None,
+        facts: Mapping[str, Fact] | None = None,
+    ) -> None:
+        names, members = named_groups(groups)
+        if hashing is _DEFAULT:
+            hashing = Hashing()
+        for value, kind, name in (
+            (hashing, Hashing | None, "hashing"),
+            (ranks, RankGrid, "ranks"),
+            (partial_hits, bool, "partial_hits"),
+        ):
+            if not isinstance(value, kind):
+                shown = getattr(kind, "__name__", str(kind))
+                raise TypeError(f"`{name}` must be {shown}, got {type(value).__name__}")
+        if states not in STATES:
+            raise ArgumentError(f"`states` must be one of {', '.join(STATES)}, got {states!r}")
+        coordinator = Coordinator(
+            members,
+            hash_block_size=hash_block_size,
+            alignment=alignment,
+            retention_interval=retention_interval,
+            partial_hits=partial_hits,
+        )
+        kinds = [group_row(group)[0] for group in members]
+        cacheable = [group.prefix_cacheable for group in members]
+        templates = check_templates(keys, names, cacheable)
+        check_engine(templates, kinds, ranks)
+        numbers = group_numbers(templates)
+        shares = ranks.groups(
+            names,
+            [kind == "state" for kind in kinds],
+            [row[0].rank_rule if row else "own" for row in templates],
+        )
+        rows = [None] * len(names) if payload is None else by_group(payload, names, "payload")
+        described = tuple(
+            payload_row(
+                rows[i],
+                f"payload[{names[i]!r}]",
+                members[i],
+                shares[i],
+                ranks.dcp_size,
+                len(templates[i]),
+                ranks.pp_size,
+            )
+            if cacheable[i]
+            else None
+            for i in range(len(names))
+        )
+        stated = stated_facts(facts, templates, described)
+        templates = tuple(tuple(without_facts(schema) for schema in row) for row in templates)
+        filled = tuple(
+            FilledGroup(row, number, share)
+            for row, number, share in zip(templates, numbers, shares, strict=True)
+        )
+        fill_all(filled, names, ranks)
+        self._set(
+            names=names,
+            groups=members,
+            coordinator=coordinator,
+            keys=templates,
+            hashing=hashing,
+            states=states,
+            ranks=ranks,
+            payload=described,
+            facts=MappingProxyType(stated),
+            _filled=filled,
+            _local=MappingProxyType({}),
+        )
+        fingerprint = digest(
+            shape(filled, members, coordinator.hash_block_size, hashing, ranks, described, stated)
+        )
+        filled = tuple(
+            FilledGroup(
+                tuple(with_digest(schema, fingerprint) for schema in group.templates),
+                group.number,
+                group.ranks,
+            )
+            for group in filled
+        )
+        self._set(fingerprint=fingerprint, _filled=filled)
+        self._set(
+            scheme=lookup_scheme(
+                coordinator, names, filled, ranks, states == "table", self.check_hashes
+            )
+        )
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a Contract must not be changed, got a new `{name}`")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a Contract must not be changed, got a deletion of `{name}`")
+
+    @property
+    def hash_block_size(self) -> int:
+        """Tokens per block hash."""
+        return self.coordinator.hash_block_size
+
+    @property
+    def digest_size(self) -> int | None:
+        """Bytes per digest; None when they come from elsewhere."""
+        return None if self.hashing is None else self.hashing.digest_size
+
+    @property
+    def origin(self) -> DigestOrigin | None:
+        """What digests of this contract are made with; None when it cannot hash."""
+        if self.hashing is None or self.hashing.start is None:
+            return None
+        return DigestOrigin(self.hash_block_size, self.hashing.algorithm, self.hashing.start)
+
+    def hasher(self) -> BlockHasher:
+        """Hashes the tokens of one request as this contract says.
+
+        Raises:
+            HashInputError: The contract does not know its seed, or its digests come from elsewhere.
+        """
+        if self.hashing is None:
+            raise HashInputError(
+                "`hashing` of the contract must be given to hash token ids, got None: pass digests"
+            )
+        start = self.hashing.start_hash
+        return BlockHasher(self.hash_block_size, self.hashing.algorithm, parent=start)
+
+    def check_hashes(self, hashes: BlockHashes) -> None:
+        """Refuse digests that cannot be this contract's.
+
+        Digests of unknown origin are taken as the contract's own when their width fits.
+
+        Args:
+            hashes: One digest per hash block.
+
+        Raises:
+            ArgumentError: They are of another width, or known to be of another hash block,
+                algorithm or start.
+        """
+        check_digests(hashes, self.hash_block_size, self.hashing)
+
+    def bind(
+        self,
+        layouts: Any,
+        tp_rank: int = 0,
+        pp_rank: int = 0,
+        dcp_rank: int | None = None,
+        pcp_rank: int = 0,
+    ) -> BoundContract:
+        """Give the contract of one rank with its memory.
+
+        Args:
+            layouts: Per group, by name or in order, the KVLayout of this rank: one, or one per
+                shard that the rank stores (also as `head_shards` gives them). Groups that are not
+                prefix-cacheable need none. None for a group without layers on this stage.
+            tp_rank: Tensor-parallel rank.
+            pp_rank: Pipeline-parallel rank.
+            dcp_rank: Decode-context-parallel rank; None: ``tp_rank % dcp_size``.
+            pcp_rank: Prefill-context-parallel rank.
+
+        Returns:
+            BoundContract, which keeps the layouts.
+
+        Raises:
+            ArgumentError: A rank is not of the grid, a layout is missing or one too many, or its
+                facts are not the contract's; the message names the group and both values.
+        """
+        ranks = self.ranks.own(tp_rank, pp_rank, dcp_rank, pcp_rank)
+        rows = layout_rows(layouts, self.names, self._filled, ranks)
+        for index, row in enumerate(rows):
+            if row and self.payload[index] is None and not self.facts and self._is_strict(index):
+                raise ArgumentError(
+                    f"`payload` must be given for group {self.names[index]!r}: without facts of "
+                    "its bytes strict keys cannot tell unlike caches apart; pass "
+                    "`payload=layouts` (or `facts`) to the contract, got None"
+                )
+            self._compare(index, self._places(index, row, ranks))
+        devices = sorted({str(item.device) for row in rows for item in row if item.storages})
+        if len(devices) > 1:
+            raise ArgumentError(f"`layouts` must be on one device, got {devices}")
+        return BoundContract(self, tuple(tuple(row) for row in rows), ranks)
+
+    def describe_rank(self, layouts: Any, tp_rank: int = 0, pp_rank: int = 0) -> Contract:
+        """A contract that also knows what is particular to one rank's memory.
+
+        That is what differs between pipeline stages (layers, bytes of a block) and between uneven
+        shards. It stands in the JSON, and `bind` compares it. The fingerprint stays.
+
+        Args:
+            layouts: As for `bind`.
+            tp_rank: Tensor-parallel rank.
+            pp_rank: Pipeline-parallel rank.
+
+        Raises:
+            ArgumentError: As for `bind`; or the rank was described otherwise before.
+        """
+        ranks = self.ranks.own(tp_rank, pp_rank)
+        known = dict(self._local)
+        for index, row in enumerate(layout_rows(layouts, self.names, self._filled, ranks)):
+            places = self._places(index, row, ranks)
+            self._compare(index, places)
+            if self.ranks.pp_size > 1 or not self._filled[index].ranks.even:
+                known.update(places)
+        return self._knowing(known)
+
+    def _places(
+        self, index: int, row: Sequence[KVLayout], ranks: OwnRanks
+    ) -> dict[LocalPlace, PayloadFacts]:
+        return facts_by_place(
+            index, row, self.groups[index], self._filled[index], self.ranks.dcp_size, ranks
+        )
+
+    def _compare(self, index: int, places: Mapping[LocalPlace, PayloadFacts]) -> None:
+        shared = self.payload[index]
+        for place, facts in places.items():
+            found = []
+            if shared is not None:
+                found += shared[place.part].differences(facts, subset=self.ranks.pp_size > 1)
+            if place in self._local:
+                found += self._local[place].differences(facts)
+            if found:
+                raise ArgumentError(
+                    f"`layouts[{self.names[index]!r}]` must have the facts that the contract "
+                    f"states of the group, got {'; '.join(dict.fromkeys(found))}"
+                )
+
+    def _knowing(self, known: Mapping[LocalPlace, PayloadFacts]) -> Contract:
+        made = object.__new__(Contract)
+        for name in self.__slots__:
+            object.__setattr__(made, name, getattr(self, name))
+        made._set(_local=MappingProxyType(dict(sorted(known.items()))))
+        return made
+
+    def _is_strict(self, index: int) -> bool:
+        return any(isinstance(schema, StrictKeys) for schema in self.keys[index])
+
+    def to_json(self, *, with_seed: bool = False) -> str:
+        """The contract as text that another engine can start from.
+
+        Args:
+            with_seed: Also write the seed (or the start), which is a secret for some algorithms.
+
+        Raises:
+            ArgumentError: A group's `spec` or a key format has no place in JSON, or the seed is not
+                known.
+        """
+        return encode(self, with_seed=with_seed)
+
+    @classmethod
+    def from_json(
+        cls, text: str, *, seed: str | None = None, start: bytes | None = None
+    ) -> Contract:
+        """The contract that `to_json` wrote.
+
+        Without a seed, in the text or here, the one that `Hashing` takes by default is tried. If
+        that is another, the contract can look up by digests and refuses to hash token ids.
+
+        Args:
+            text: What `to_json` gave.
+            seed: The hash seed, checked against a digest in the text.
+            start: Or the start hash itself.
+
+        Raises:
+            ArgumentError: The text is no contract, holds a field that is not known, or another
+                seed's.
+        """
+        made, local, fingerprint = decode(text, seed, start)
+        contract = cls(**made)
+        if contract.fingerprint != fingerprint:
+            raise ArgumentError(
+                "`fingerprint` must be that of the contract it stands in, "
+                f"got {fingerprint!r} and {contract.fingerprint!r}"
+            )
+        known = {LocalPlace(*place): facts for place, facts in local.items()}
+        check_places(known, contract._filled)
+        return contract._knowing(known)
+
+    def write(self, path: str | PathLike[str], *, with_seed: bool = False) -> None:
+        """Write `to_json` to a file, in one step; with the seed only the owner can read it."""
+        write_text(path, self.to_json(with_seed=with_seed), private=with_seed)
+
+    @classmethod
+    def read(
+        cls, path: str | PathLike[str], *, seed: str | None = None, start: bytes | None = None
+    ) -> Contract:
+        """The contract in a file; see `from_json`."""
+        return cls.from_json(read_text(path), seed=seed, start=start)
+
+    def request(
+        self,
+        token_ids: Any = None,
+        *,
+        hashes: Any = None,
+        num_tokens: int | None = None,
+        num_prompt_tokens: int | None = None,
+        extra_keys: Any = None,
+    ) -> CacheRequest:
+        """A request under this contract; see `kvmask.CacheRequest`."""
+        from kvmask.request import CacheRequest
+
+        return CacheRequest(
+            self,
+            token_ids,
+            hashes=hashes,
+            num_tokens=num_tokens,
+            num_prompt_tokens=num_prompt_tokens,
+            extra_keys=extra_keys,
+        )
+
+    def __copy__(self) -> Contract:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Contract:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A pickle is for another process of the same engine, so it holds the seed.
+        return Contract.from_json, (self.to_json(with_seed=self.origin is not None),)
+
+    def _state(self) -> tuple[Any, ...]:
+        coord = self.coordinator
+        return (
+            self.names,
+            self.groups,
+            coord.hash_block_size,
+            coord.alignment,
+            coord.retention_interval,
+            coord.partial_hits,
+            self.keys,
+            self.hashing,
+            self.states,
+            self.ranks,
+            self.payload,
+            dict(self.facts),
+            dict(self._local),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Contract):
+            return NotImplemented
+        return self._state() == other._state()
+
+    def __hash__(self) -> int:
+        return hash((self.fingerprint, self.names))
+
+    def __repr__(self) -> str:
+        return f"Contract({list(self.names)}, fingerprint={self.fingerprint!r})"
+
+
+class BoundContract:
+    """The contract of one rank with its memory; made by `Contract.bind`.
+
+    Safe to use from several threads.
+
+    Attributes:
+        contract: The contract.
+        layouts: Per group the layouts, one per object that the rank stores of a block.
+        scheme: What plans take.
+        tp_rank: Tensor-parallel rank.
+        pp_rank: Pipeline-parallel rank.
+        dcp_rank: Decode-context-parallel rank.
+        pcp_rank: Prefill-context-parallel rank.
+    """
+
+    __slots__ = ("contract", "dcp_rank", "layouts", "pcp_rank", "pp_rank", "scheme", "tp_rank")
+
+    def __init__(
+        self, contract: Contract, layouts: tuple[tuple[KVLayout, ...], ...], ranks: OwnRanks
+    ) -> None:
+        self.contract = contract
+        self.layouts = layouts
+        self.tp_rank, self.pp_rank, self.dcp_rank, self.pcp_rank = ranks
+        self.scheme = bound_scheme(
+            contract.scheme, contract._filled, contract.ranks, layouts, ranks
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"BoundContract({self.contract!r}, tp_rank={self.tp_rank}, pp_rank={self.pp_rank}, "
+            f"dcp_rank={self.dcp_rank}, pcp_rank={self.pcp_rank})"
+        )

@@ -1,0 +1,113 @@
+"""What shapes keys or bytes, and the fingerprint of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvmask.contract.templates import FilledGroup
+from kvmask.coordinator import group_row
+from kvmask.errors import ArgumentError
+from kvmask.groups import ChunkedLocal, Group, SlidingWindow
+from kvmask.hashing.settings import Hashing
+from kvmask.keys.base import KeySchema
+from kvmask.keys.strict import StrictKeys
+from kvmask.payload import Fact, PayloadFacts, check_facts
+from kvmask.ranks import Namespace, RankGrid
+
+# What layouts say; facts of these names beside them would be a second opinion.
+_LAYOUT_FACTS = frozenset({"dtype", "layout", "token_bytes", "layers", "block_bytes"})
+_FIRST = (Namespace(0, 0, 0, 0),)
+
+
+def stated_facts(
+    facts: Any, templates: Sequence[Sequence[KeySchema]], payload: Sequence[Any]
+) -> dict[str, Fact]:
+    """The user's facts with those of the templates, sorted by name."""
+    stated = check_facts({} if facts is None else facts, "facts")
+    for schema in (schema for row in templates for schema in row):
+        for name, value in (schema.facts if isinstance(schema, StrictKeys) else {}).items():
+            if name in stated and (stated[name], type(stated[name])) != (value, type(value)):
+                raise ArgumentError(
+                    f"`facts` must say of {name!r} what the facts of `keys` say, "
+                    f"got {stated[name]!r} and {value!r}"
+                )
+            stated[name] = value
+    if any(payload) and (taken := sorted(_LAYOUT_FACTS & stated.keys())):
+        raise ArgumentError(
+            "`facts` must leave to the payload what its layouts say, and name other facts "
+            f"otherwise, got {', '.join(f'{name} {stated[name]!r}' for name in taken)}"
+        )
+    return dict(sorted(stated.items()))
+
+
+def without_facts(schema: KeySchema) -> KeySchema:
+    """A template whose facts stand in the contract."""
+    return schema.with_facts({}) if isinstance(schema, StrictKeys) else schema
+
+
+def with_digest(schema: KeySchema, fingerprint: str) -> KeySchema:
+    """A template that carries the fingerprint, where its format has a place for one."""
+    return schema.with_facts_digest(fingerprint) if isinstance(schema, StrictKeys) else schema
+
+
+def _text(schema: KeySchema) -> list[Any]:
+    builder = schema.builder
+    return [builder.prefix, builder.suffix, builder.strip]
+
+
+def shape(
+    filled: Sequence[FilledGroup],
+    groups: Sequence[Group],
+    hash_block_size: int,
+    hashing: Hashing | None,
+    grid: RankGrid,
+    payload: Sequence[tuple[PayloadFacts, ...] | None],
+    facts: Mapping[str, Fact],
+) -> dict[str, Any]:
+    """All that shapes keys or bytes, as plain values; of the cacheable groups alone."""
+    used = [i for i, group in enumerate(filled) if group.templates]
+    return {
+        "groups": [
+            [
+                group_row(group)[0],
+                int(group.block_size),
+                int(group.window) if isinstance(group, SlidingWindow) else None,
+                int(group.chunk_size) if isinstance(group, ChunkedLocal) else None,
+            ]
+            for group in (groups[i] for i in used)
+        ],
+        "hash": hashing and [hashing.algorithm, hashing.check, hashing.tags_extra_keys],
+        "hash_block_size": int(hash_block_size),
+        # The text around the digest: model, namespace and the form itself.
+        "keys": [
+            [
+                [b.prefix, b.suffix, b.strip]
+                for b in (s.builder for s in group.schemas(grid, _FIRST))
+            ]
+            for group in (filled[i] for i in used)
+        ],
+        "ranks": [
+            [
+                group.ranks.shards,
+                group.ranks.contexts,
+                grid.pcp_size,
+                grid.pp_size,
+                list(group.ranks.stages),
+            ]
+            for group in (filled[i] for i in used)
+        ],
+        "payload": [
+            None if row is None else [item.plain() for item in row]
+            for row in (payload[i] for i in used)
+        ],
+        "facts": dict(facts),
+    }
+
+
+def digest(content: Mapping[str, Any]) -> str:
+    """16 hex digits of plain values, the same in every process and Python."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(b"kvmask contract 1\n" + text.encode()).hexdigest()[:16]
