@@ -3,6 +3,7 @@ from typing import Any, Final, Self, overload
 
 from typing_extensions import Buffer, disjoint_base
 
+from kvmask.errors import ArgumentError
 from kvmask.hashing.origin import DigestOrigin
 
 MAX_BITS: Final[int]
@@ -11,6 +12,16 @@ MAX_TOKENS: Final[int]
 MAX_SETS: Final[int]
 MAX_DIGEST_BYTES: Final[int]
 STEP_TOKENS: Final[int]
+MAX_BLOCK_TOKENS: Final[int]
+
+def check_integer(
+    value: object,
+    name: str,
+    low: int = 1,
+    high: int | None = None,
+    *,
+    error: type[Exception] = ArgumentError,
+) -> int: ...
 
 @disjoint_base
 class Bitset(Sequence[bool]):

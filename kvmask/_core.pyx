@@ -16,6 +16,7 @@ from kvmask.errors import (
     StoreError,
 )
 
+include "binding/integers.pxi"
 include "binding/bitset.pxi"
 include "binding/digests.pxi"
 include "binding/keys.pxi"

@@ -7,11 +7,11 @@ checked before use, because these are plain attributes that any object can have.
 
 from __future__ import annotations
 
-import operator
 import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvmask import _core
 from kvmask.errors import LayoutError
 
 _INTERFACES = ("__array_interface__", "__cuda_array_interface__")
@@ -44,16 +44,8 @@ class ArrayView:
 
 
 def check_integer(value: Any, name: str, low: int, high: int) -> int:
-    """The value as an int in [low, high), or LayoutError."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise LayoutError(f"{name} must be an integer, got {type(value).__name__}") from None
-    if not low <= number < high:
-        raise LayoutError(f"{name} must be at least {low} and below {high}, got {number}")
-    return number
+    """The value as an int in [low, high)."""
+    return _core.check_integer(value, name, low, high - 1, error=LayoutError)
 
 
 def is_array(obj: Any) -> bool:

@@ -9,9 +9,9 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from kvmask._core import MAX_SETS, MAX_TOKENS, Bitset, CoordinatorCore
+from kvmask._core import MAX_SETS, MAX_TOKENS, Bitset, CoordinatorCore, check_integer
 from kvmask.errors import AlignmentError, ArgumentError
-from kvmask.groups import ChunkedLocal, FullAttention, Group, Mamba, SlidingWindow, check_count
+from kvmask.groups import ChunkedLocal, FullAttention, Group, Mamba, SlidingWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Coordinator:
     ) -> None:
         self.groups = tuple(groups)
         rows = [group_row(g) for g in self.groups]
-        check_count(hash_block_size, "hash_block_size")
+        hash_block_size = check_integer(hash_block_size, "hash_block_size", 1, MAX_TOKENS)
         cacheable = [g for g in self.groups if g.prefix_cacheable]
         if not cacheable:
             raise ArgumentError(
@@ -111,16 +111,16 @@ class Coordinator:
         common = math.lcm(*(g.block_size for g in cacheable))
         if alignment is None:
             alignment = common
-        check_count(alignment, "alignment")
+        alignment = check_integer(alignment, "alignment", 1, MAX_TOKENS)
         if alignment % common:
             raise AlignmentError(
                 "`alignment` must be a multiple of every group's `block_size`, "
                 f"got {alignment} and {sorted({g.block_size for g in cacheable})}"
             )
-        if alignment > MAX_TOKENS:
-            raise ArgumentError(f"`alignment` must be at most {MAX_TOKENS}, got {alignment}")
         if retention_interval is not None:
-            check_count(retention_interval, "retention_interval", 0)
+            retention_interval = check_integer(
+                retention_interval, "retention_interval", 0, MAX_TOKENS
+            )
         self.hash_block_size = hash_block_size
         self.alignment = alignment
         self.retention_interval = retention_interval

@@ -10,24 +10,33 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass
 
+from kvmask._core import MAX_TOKENS, check_integer
 from kvmask.errors import ArgumentError
 
+__all__ = ["ChunkedLocal", "FullAttention", "Group", "Mamba", "SlidingWindow"]
 
-def check_count(value: int, name: str, low: int = 1) -> None:
-    """Refuse anything but an int of at least ``low``."""
-    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
-        raise TypeError(f"`{name}` must be an integer, got {type(value).__name__}")
-    if value < low:
-        raise ArgumentError(f"`{name}` must be at least {low}, got {value}")
+check_count = check_integer
 
 
 class Group:
-    """What all kinds of groups have in common; see FullAttention for the fields."""
+    """Base class of all kinds of groups.
+
+    Attributes:
+        block_size: Tokens per block-table entry.
+        prefix_cacheable: False for a group that takes no part in masks, keys and hits.
+        eagle: Whether it serves an EAGLE drafter.
+        spec: Keeps groups with equal rules and different tensors apart.
+    """
 
     block_size: int
     prefix_cacheable: bool
     eagle: bool
     spec: Hashable
+
+    def _set_tokens(self, name: str, low: int = 1) -> None:
+        """Check a number of tokens and keep it as a plain int: the dataclasses are frozen."""
+        value = check_integer(getattr(self, name), name, low, MAX_TOKENS)
+        object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,7 @@ class FullAttention(Group):
     spec: Hashable = None
 
     def __post_init__(self) -> None:
-        check_count(self.block_size, "block_size")
+        self._set_tokens("block_size")
 
 
 @dataclass(frozen=True)
@@ -78,9 +87,9 @@ class SlidingWindow(Group):
     spec: Hashable = None
 
     def __post_init__(self) -> None:
-        check_count(self.block_size, "block_size")
-        check_count(self.window, "window")
-        check_count(self.extra_retained_tokens, "extra_retained_tokens", 0)
+        self._set_tokens("block_size")
+        self._set_tokens("window")
+        self._set_tokens("extra_retained_tokens", 0)
 
 
 @dataclass(frozen=True)
@@ -102,8 +111,8 @@ class ChunkedLocal(Group):
     spec: Hashable = None
 
     def __post_init__(self) -> None:
-        check_count(self.block_size, "block_size")
-        check_count(self.chunk_size, "chunk_size")
+        self._set_tokens("block_size")
+        self._set_tokens("chunk_size")
         if self.eagle:
             raise ArgumentError("`eagle` must be False for ChunkedLocal, got True")
 
@@ -125,4 +134,4 @@ class Mamba(Group):
     spec: Hashable = None
 
     def __post_init__(self) -> None:
-        check_count(self.block_size, "block_size")
+        self._set_tokens("block_size")

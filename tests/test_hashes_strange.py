@@ -48,7 +48,7 @@ class TestDigestCalls:
             with pytest.raises(ArgumentError, match="`encoding` must be one of"):
                 _core.hash_chain([1], 1, encoding, lambda data: b"x", PARENT)
         for size in (1 << 31, 1 << 61, (1 << 63) - 1):
-            with pytest.raises(ArgumentError, match="at most 2147483647 tokens"):
+            with pytest.raises(ArgumentError, match="from 1 to 2147483647 tokens"):
                 _core.hash_chain([1], size, _core.ENCODING_PICKLE, lambda data: b"x", PARENT)
 
         class Equal:  # to None, and to all else

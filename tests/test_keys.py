@@ -197,7 +197,11 @@ def test_no_schema_reads_a_key_it_would_not_write(make, key):
     ("make", "error", "message"),
     [
         (lambda: VllmKeys("/"), KeyFormatError, "`model` must name a model"),
-        (lambda: VllmKeys("m", -1), ArgumentError, "`tp_rank` must be at least 0, got -1"),
+        (
+            lambda: VllmKeys("m", -1),
+            ArgumentError,
+            "`tp_rank` must be from 0 to 4294967295, got -1",
+        ),
         (lambda: VllmKeys("m", release="x"), ArgumentError, "`release` must be a release"),
         (
             lambda: VllmKeys("m", namespace="@store_pp:1", release="0.28"),
@@ -219,7 +223,11 @@ def test_no_schema_reads_a_key_it_would_not_write(make, key):
         (lambda: LMCacheKeys(""), KeyFormatError, "`model` must name a model"),
         (lambda: LMCacheKeys("m", dtype="fp4"), ArgumentError, "`dtype` must be one of"),
         (lambda: LMCacheObjectKeys("a@b"), KeyFormatError, "`model` must be text without '@'"),
-        (lambda: LMCacheObjectKeys("m", 256), ArgumentError, "`world_size` must be at most 255"),
+        (
+            lambda: LMCacheObjectKeys("m", 256),
+            ArgumentError,
+            "`world_size` must be from 0 to 255, got 256",
+        ),
         (lambda: LMCacheObjectKeys("m", cache_salt="a/b"), KeyFormatError, "`cache_salt` must be"),
         (lambda: StrictKeys("m", facts_digest="x"), KeyFormatError, "16 hex digits, got 'x'"),
         (

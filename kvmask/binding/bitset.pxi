@@ -1,11 +1,9 @@
 # Bitset: a read-only sequence of bool over uint64 words. See csrc/bits.h for the invariants.
 
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_ND, PyBUF_STRIDES, PyBUF_WRITABLE
-from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 from cpython.object cimport Py_EQ, Py_NE
 
 import numbers as _numbers
-import operator as _operator
 from collections.abc import Sequence as _Sequence
 
 # 2**32 tokens with one-token blocks; one mask is then 512 MiB.
@@ -48,24 +46,6 @@ cdef Bitset run_bitset(int64_t n, int64_t first):
     cdef Bitset self = new_bitset(n)
     km_fill(self.words, first, n, True)
     return self
-
-
-cdef int64_t as_int64(object value, str name, int64_t low, int64_t high) except? -1:
-    """An integer argument within [low, high]."""
-    cdef object number
-    cdef int overflow = 0
-    cdef long long result
-    if PyLong_CheckExact(value):
-        number = value
-    else:
-        if type(value) is bool or not hasattr(value, "__index__"):
-            raise TypeError(f"`{name}` must be an integer, got {type(value).__name__}")
-        number = _operator.index(value)
-    # A subclass of int may compare as it likes: what counts is its value.
-    result = PyLong_AsLongLongAndOverflow(number, &overflow)
-    if overflow or not low <= result <= high:
-        raise ArgumentError(f"`{name}` must be from {low} to {high}, got {number}")
-    return result
 
 
 cdef bint as_bool(object item, Py_ssize_t i) except -1:

@@ -111,7 +111,8 @@ cdef int64_t c_hash_gil_min_tokens = HASH_GIL_MIN_TOKENS
 cdef Py_ssize_t c_list_step = 1 << 18
 cdef int64_t c_call_step = 1 << 11
 # Keeps the sizes of scratch memory far from overflow.
-cdef int64_t c_max_block = (<int64_t>1 << 31) - 1
+MAX_BLOCK_TOKENS = (1 << 31) - 1
+cdef int64_t c_max_block_tokens = MAX_BLOCK_TOKENS
 
 ENCODING_PICKLE = KM_PICKLE
 ENCODING_CBOR = KM_CBOR
@@ -143,17 +144,12 @@ cdef tuple listed(object ids):
     return out
 
 
-cdef int64_t whole(object value, str what, object low, object high) except? -1:
-    """An integer that an array or tensor says of itself."""
+cdef int64_t said_of_itself(object value, str what, object low, object high) except? -1:
+    """An integer that an array or tensor says of itself: of another type, it is no array."""
     try:
-        number = _index(value)
-    except TypeError:
-        raise HashInputError(
-            f"{what} of `token_ids` must be an integer, got {type(value).__name__}"
-        ) from None
-    if not low <= number <= high:
-        raise HashInputError(f"{what} of `token_ids` must be from {low} to {high}, got {number}")
-    return number
+        return check_integer(value, f"{what} of `token_ids`", low, high, error=HashInputError)
+    except TypeError as error:
+        raise HashInputError(str(error)) from None
 
 
 cdef class TokenIds:
@@ -297,16 +293,17 @@ cdef class TokenIds:
         return 0
 
     cdef int set_memory(self, object address, object stride, int width, object n) except -1:
-        cdef int64_t most = <int64_t>1 << 62, count = whole(n, "the length", 0, most)
-        cdef int64_t step = whole(stride, "the stride", -most, most)
-        cdef int64_t place = whole(address, "the address", 0, <int64_t>0x7FFFFFFFFFFFFFFF)
-        cdef object last = place + (count - 1) * <object>step if count else place
-        if count and not (place and 0 < last <= 0x7FFFFFFFFFFFFFFF - width):
+        cdef int64_t most = <int64_t>1 << 62, end = 0x7FFFFFFFFFFFFFFF
+        cdef int64_t count = said_of_itself(n, "the length", 0, most)
+        cdef int64_t step = said_of_itself(stride, "the stride", -most, most)
+        cdef int64_t base = said_of_itself(address, "the address", 0, end)
+        cdef object last = base + (count - 1) * <object>step if count else base
+        if count and not (base and 0 < last <= end - width):
             raise HashInputError(
                 "`token_ids` must lie in memory, "
-                f"got {count} tokens at address {place} with stride {step}"
+                f"got {count} tokens at address {base} with stride {step}"
             )
-        self.view = km_tokens(<const char *><size_t>place, step, width)
+        self.view = km_tokens(<const char *><size_t>base, step, width)
         self.n = count
         return 0
 
@@ -471,10 +468,10 @@ cdef class Chain:
         cdef uint64_t largest = 0
         cdef int64_t i
         cdef bytes extra
-        if block_size < 1:
-            raise ArgumentError(f"a block must have at least one token, got {block_size}")
-        if block_size > c_max_block:
-            raise ArgumentError(f"a block must have at most {c_max_block} tokens, got {block_size}")
+        if not 1 <= block_size <= c_max_block_tokens:
+            raise ArgumentError(
+                f"a block must have from 1 to {MAX_BLOCK_TOKENS} tokens, got {block_size}"
+            )
         self.ids = ids
         self.digest = digest
         self.extras = None if extras is None else tuple(extras)  # keeps the bytes alive

@@ -63,8 +63,9 @@ cdef class Regions:
         num_blocks: Blocks of every region.
 
     Raises:
-        LayoutError: A value is no unsigned 64 bit integer, a size is zero, pieces of one region
-            overlap, or an address of the table does not fit in 64 bits.
+        TypeError: A value is no integer.
+        LayoutError: A value does not fit 64 bits without a sign, a size is zero, pieces of one
+            region overlap, or an address of the table does not fit in 64 bits.
     """
 
     cdef km_region *table
@@ -77,9 +78,8 @@ cdef class Regions:
         cdef Py_ssize_t i, n = len(regions)
         cdef km_region *r
         cdef uint64_t last
-        if not 1 <= num_blocks < 1 << 63:
-            raise LayoutError(f"`num_blocks` must be at least 1 and below 2**63, got {num_blocks}")
-        self.blocks = num_blocks
+        cdef object most = (1 << 64) - 1
+        self.blocks = check_integer(num_blocks, "num_blocks", 1, (1 << 63) - 1, error=LayoutError)
         self.size_row = []
         self.table = <km_region *>calloc(n if n else 1, sizeof(km_region))
         if self.table == NULL:
@@ -88,26 +88,24 @@ cdef class Regions:
         for i in range(n):
             r = &self.table[i]
             base, size, stride = regions[i]
-            try:
-                r.base, r.size, r.stride = base, size, stride
-            except (OverflowError, TypeError):
-                raise LayoutError(
-                    f"`regions` must hold unsigned 64 bit integers, "
-                    f"got ({base!r}, {size!r}, {stride!r}) at index {i}"
-                ) from None
+            name = f"regions[{i}]"
+            r.base = check_integer(base, name, 0, most, error=LayoutError)
+            r.size = check_integer(size, name, 0, most, error=LayoutError)
+            r.stride = check_integer(stride, name, 0, most, error=LayoutError)
             if r.size == 0:
                 raise LayoutError(f"`regions` must have sizes of at least 1, got 0 at index {i}")
             if self.blocks > 1 and r.stride < r.size:
                 raise LayoutError(
                     f"`regions` must have strides of at least their size, "
-                    f"got {stride} and {size} at index {i}"
+                    f"got {r.stride} and {r.size} at index {i}"
                 )
             if not km_region_last(r, <uint64_t>self.blocks, &last):
                 raise LayoutError(
-                    f"`regions` must end within 64 bit addresses, got base {base}, size {size}, "
-                    f"stride {stride} and {num_blocks} blocks at index {i}"
+                    "`regions` must end within 64 bit addresses, "
+                    f"got base {r.base}, size {r.size}, stride {r.stride} and "
+                    f"{self.blocks} blocks at index {i}"
                 )
-            self.size_row.append(size)
+            self.size_row.append(r.size)
 
     def __dealloc__(self):
         free(self.table)
@@ -137,16 +135,16 @@ cdef class Regions:
         if null_block is not None:
             null = as_int64(null_block, "null_block", 0, (1 << 63) - 1)
         for item in ids:
-            whole = item if PyLong_CheckExact(item) else _id_int(item, i)
-            block = PyLong_AsLongLongAndOverflow(whole, &overflow)
+            number = item if PyLong_CheckExact(item) else _id_int(item, i)
+            block = PyLong_AsLongLongAndOverflow(number, &overflow)
             if overflow or block < 0 or block >= self.blocks:
                 raise BlockIdError(
                     f"`block_ids` must be at least 0 and below `num_blocks`, "
-                    f"got {whole} at index {i} and {self.blocks}"
+                    f"got {shown_integer(number)} at index {i} and {self.blocks}"
                 )
             if block == null:
                 raise BlockIdError(
-                    f"`block_ids` must not name the null block, got {whole} at index {i}"
+                    f"`block_ids` must not name the null block, got {number} at index {i}"
                 )
             # Filled before anything else can allocate, so that nobody sees the empty slots.
             row = PyList_New(n)

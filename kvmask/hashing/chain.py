@@ -23,14 +23,13 @@ serialised as the very objects that were passed, like the engine does with its o
 """
 
 import functools
-import operator
 import os
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from kvmask import _core
-from kvmask._core import BlockHashes
+from kvmask._core import MAX_BLOCK_TOKENS, BlockHashes, check_integer
 from kvmask.errors import ArgumentError, HashInputError
 from kvmask.hashing.cbor import canonical_cbor
 from kvmask.hashing.digests import sha256, xxh3_128
@@ -246,18 +245,6 @@ def chain_hashes(
     return _core.hash_chain(ids, block_size, encoding, digest, parent, parts)
 
 
-def _check_block_size(block_size: int) -> int:
-    try:
-        size = operator.index(block_size)
-    except TypeError:
-        raise ArgumentError(
-            f"`block_size` must be an integer, got {type(block_size).__name__}"
-        ) from None
-    if not 1 <= size < 1 << 31:
-        raise ArgumentError(f"`block_size` must be from 1 to 2**31 - 1, got {block_size}")
-    return size
-
-
 def _check_parent(given: Any) -> bytes:
     try:
         parent = given if type(given) is bytes else bytes(memoryview(given))
@@ -304,7 +291,7 @@ def hash_tokens(
     >>> hash_tokens(range(16), seed="vllm-none-hash")[0].hex()[:16]
     'fe8fa5dda3210d0c'
     """
-    size = _check_block_size(block_size)
+    size = check_integer(block_size, "block_size", 1, MAX_BLOCK_TOKENS)
     width = digest_size(algorithm)
     own_parent = type(parent) is not bytes
     if parent is None:
@@ -346,7 +333,7 @@ class BlockHasher:
         seed: str | None = None,
         parent: Any = None,
     ) -> None:
-        self.block_size = _check_block_size(block_size)
+        self.block_size = check_integer(block_size, "block_size", 1, MAX_BLOCK_TOKENS)
         self.algorithm = algorithm
         self.digest_size = digest_size(algorithm)
         if parent is not None and seed is not None:

@@ -23,6 +23,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from kvmask._core import MAX_BLOCK_TOKENS, MAX_TOKENS, check_integer
 from kvmask.errors import ArgumentError, HashInputError
 
 __all__ = ["Medium", "block_extra_keys"]
@@ -98,12 +99,15 @@ def block_extra_keys(
         One tuple or None per block, as `kvmask.hash_tokens` takes them.
 
     Raises:
-        ArgumentError: An unknown release, or too few digests of embeddings.
+        ArgumentError: An unknown release, a number out of range, or too few digests of embeddings.
         HashInputError: Media that overlap or are out of order.
 
     >>> block_extra_keys(2, 4, media=[("cat", 2, 4)], cache_salt="s")
     [(('mm', 'cat', 2), ('cache_salt', 's')), (('mm', 'cat', -2),)]
     """
+    num_blocks = check_integer(num_blocks, "num_blocks", 0, MAX_TOKENS)
+    block_size = check_integer(block_size, "block_size", 1, MAX_BLOCK_TOKENS)
+    first_block = check_integer(first_block, "first_block", 0, MAX_TOKENS)
     tagged = _is_tagged(release)
     items = _sorted_media(media)
     if prompt_embeds is not None and len(prompt_embeds) != num_blocks:

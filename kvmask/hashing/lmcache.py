@@ -19,9 +19,8 @@ import struct
 from typing import Any
 
 from kvmask import _core
-from kvmask._core import BlockHashes
+from kvmask._core import MAX_BLOCK_TOKENS, BlockHashes, check_integer
 from kvmask.errors import ArgumentError, HashInputError, MissingDependencyError
-from kvmask.groups import check_count
 from kvmask.hashing.cbor import canonical_cbor
 from kvmask.hashing.chain import hash_tokens, start_hash
 
@@ -66,7 +65,7 @@ def lmcache_chunk_hashes(
     >>> len(lmcache_chunk_hashes(range(600), seed="0")[0])
     8
     """
-    check_count(chunk_size, "chunk_size", 1)
+    chunk_size = check_integer(chunk_size, "chunk_size", 1, MAX_BLOCK_TOKENS)
     known = ("sha256_cbor", "sha256", *(("blake3",) if objects else ()))
     if algorithm not in known:
         raise ArgumentError(f"`algorithm` must be one of {', '.join(known)}, got {algorithm!r}")

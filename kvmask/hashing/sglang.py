@@ -23,9 +23,8 @@ import itertools
 from typing import Any
 
 from kvmask import _core
-from kvmask._core import BlockHashes
+from kvmask._core import MAX_BLOCK_TOKENS, BlockHashes, check_integer
 from kvmask.errors import ArgumentError, HashInputError
-from kvmask.groups import check_count
 from kvmask.hashing.digests import sha256
 
 __all__ = ["sglang_page_hashes", "sglang_seed"]
@@ -86,8 +85,7 @@ def sglang_page_hashes(
     >>> sglang_page_hashes(range(16), 4)[0].hex()[:16]
     'baed642339816aff'
     """
-    check_count(page_size, "page_size", 1)
-    size = page_size
+    size = check_integer(page_size, "page_size", 1, MAX_BLOCK_TOKENS // 2)
     start = sglang_seed(extra_key, cache_salt)
     if parent is not None:
         if start is not None:

@@ -9,13 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvmask._core import Bitset, BlockHashes, KeyBuilder, build_keys
+from kvmask._core import Bitset, BlockHashes, KeyBuilder, build_keys, check_integer
 from kvmask.errors import ArgumentError, KeyFormatError, KeyFormatWarning
-from kvmask.groups import check_count
 
 Hashes = BlockHashes | Sequence[bytes]
 Mask = Bitset | Sequence[bool]
 S = TypeVar("S", bound="KeySchema")
+
+#: Largest rank, size or index that a key names.
+MAX_COUNT = (1 << 32) - 1
 
 
 def check_text(value: str, name: str) -> None:
@@ -39,10 +41,11 @@ def check_tags(schema: object) -> None:
     object.__setattr__(schema, "tags", dict(tags))
 
 
-def check_counts(schema: object, names: Sequence[str]) -> None:
-    """Refuse a field that is no integer or is negative."""
+def check_counts(schema: object, names: Sequence[str], low: int = 0, high: int = MAX_COUNT) -> None:
+    """Refuse a field that is no integer from low to high, and keep it as a plain int."""
     for name in names:
-        check_count(getattr(schema, name), name, 0)
+        value = check_integer(getattr(schema, name), name, low, high)
+        object.__setattr__(schema, name, value)  # the dataclasses are frozen
 
 
 def warn(message: str) -> None:

@@ -34,9 +34,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvmask._core import KeyBuilder
+from kvmask._core import KeyBuilder, check_integer
 from kvmask.errors import ArgumentError, KeyFormatError
-from kvmask.groups import check_count
 from kvmask.keys.base import KeySchema, check_counts, check_tags, check_text, read_digest, warn
 
 #: LMCache's names of torch dtypes, by torch's.
@@ -103,7 +102,7 @@ class LMCacheKeys(KeySchema):
 
     def __post_init__(self) -> None:
         check_text(self.model, "model")
-        check_count(self.world_size, "world_size", 1)
+        check_counts(self, ("world_size",), 1)
         check_counts(self, ("worker_id",))
         if not self.model:
             raise KeyFormatError("`model` must name a model, got ''")
@@ -229,9 +228,7 @@ class LMCacheObjectKeys(KeySchema):
             "local_rank": self.rank if self.local_rank is None else self.local_rank,
         }
         for name, value in numbers.items():
-            check_count(value, name, 0)
-            if value > 255:
-                raise ArgumentError(f"`{name}` must be at most 255, got {value}")
+            numbers[name] = check_integer(value, name, 0, 255)
         kv_rank = bytes(numbers.values()).hex()
         suffix = f"@{self.cache_salt}" if self.cache_salt else ""
         self._build(f"{self.model}@{kv_rank}@{self.object_group:x}@", suffix)

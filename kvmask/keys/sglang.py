@@ -34,7 +34,6 @@ from typing import Any
 
 from kvmask._core import KeyBuilder, build_keys
 from kvmask.errors import ArgumentError, KeyFormatError
-from kvmask.groups import check_count
 from kvmask.keys.base import (
     Hashes,
     KeyPlace,
@@ -122,15 +121,13 @@ class SglangKeys(KeySchema):
         check_text(self.model, "model")
         check_text(self.part, "part")
         check_counts(self, ("tp_rank", "pp_rank", "dcp_rank", "cp_rank"))
+        check_counts(self, ("pp_size", "dcp_size", "cp_size", "tp_size", "page_size"), 1)
         for name in ("pp", "dcp", "cp"):
             rank, size = getattr(self, f"{name}_rank"), getattr(self, f"{name}_size")
-            check_count(size, f"{name}_size", 1)
             if rank >= size:
                 raise ArgumentError(
                     f"`{name}_rank` must be below `{name}_size`, got {rank} and {size}"
                 )
-        for name in ("tp_size", "page_size"):
-            check_count(getattr(self, name), name, 1)
         if not _PART.fullmatch(self.part):
             raise KeyFormatError(
                 f"`part` must be lower-case words joined by '_', got {self.part!r}"

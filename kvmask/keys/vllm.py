@@ -38,10 +38,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from kvmask._core import KeyBuilder, build_keys
+from kvmask._core import KeyBuilder, build_keys, check_integer
 from kvmask.errors import ArgumentError, KeyFormatError
-from kvmask.groups import check_count
 from kvmask.keys.base import (
+    MAX_COUNT,
     Hashes,
     KeySchema,
     Mask,
@@ -93,22 +93,21 @@ def store_namespace(
     >>> store_namespace(2, tp_size=8, layout="LBNHC")
     '@store_pp:2@store_format:rank_local_tp8_layout_LBNHC'
     """
-    check_count(pp_size, "pp_size", 1)
+    pp_size = check_integer(pp_size, "pp_size", 1, MAX_COUNT)
     if (store_tp is None) == (tp_size is None):
         raise ArgumentError(
             f"exactly one of `store_tp` and `tp_size` must be given, got {store_tp} and {tp_size}"
         )
     if tp_size is not None:
-        check_count(tp_size, "tp_size", 1)
+        tp_size = check_integer(tp_size, "tp_size", 1, MAX_COUNT)
         return f"@store_pp:{pp_size}@store_format:rank_local_tp{tp_size}_layout_{layout}"
+    store_tp = check_integer(store_tp, "store_tp", 0, MAX_COUNT)
     if store_tp == 0:
         return f"@store_pp:{pp_size}@store_format:tp_shared_mqa"
     if layout not in STORE_LAYOUTS:
         raise ArgumentError(
             f"`layout` must be one of {', '.join(STORE_LAYOUTS)} for a shared store, got {layout!r}"
         )
-    assert store_tp is not None
-    check_count(store_tp, "store_tp", 1)
     return f"@store_tp:{store_tp}@store_pp:{pp_size}@store_format:tp_shared_{layout}"
 
 

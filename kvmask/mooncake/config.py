@@ -17,6 +17,7 @@ A size is a number of bytes, or text such as "4GB", "512 MB" or "1.5kb". Units a
 """
 
 import json
+import operator
 import os
 import re
 import reprlib
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvmask._core import check_integer
 from kvmask.errors import ArgumentError
 
 MAX_SIZE = (1 << 63) - 1
@@ -55,8 +57,10 @@ def parse_size(value: object, name: str = "size") -> int:
             size = float(match[1]) * _UNITS[match[2] or "b"] if "." in match[1] else None
             if size is None and len(match[1]) <= 20:
                 size = int(match[1]) * _UNITS[match[2] or "b"]
-    elif isinstance(value, int | float) and not isinstance(value, bool):
+    elif isinstance(value, float):
         size = value
+    elif hasattr(value, "__index__") and not isinstance(value, bool):
+        size = operator.index(value)
     # This comparison is False for NaN. For integers of any length it is exact.
     if size is None or not 0 <= size <= MAX_SIZE:
         shown = reprlib.repr(value)
@@ -90,11 +94,8 @@ class StoreConfig:
             if not isinstance(value, str):
                 raise ArgumentError(f"`{name}` must be text, got {value!r}")
         for name in ("global_segment_size", "local_buffer_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value > MAX_SIZE:
-                raise ArgumentError(
-                    f"`{name}` must be an integer up to 2**63 - 1, got {reprlib.repr(value)}"
-                )
+            size = check_integer(getattr(self, name), name, 0, MAX_SIZE)
+            object.__setattr__(self, name, size)  # the dataclass is frozen
         if not isinstance(self.tenant_id, str):
             raise ArgumentError(f"`tenant_id` must be text, got {self.tenant_id!r}")
         if not self.master_server_address:
@@ -103,11 +104,11 @@ class StoreConfig:
             raise ArgumentError(
                 f"`mode` must be 'embedded' or 'standalone-store', got {self.mode!r}"
             )
-        if self.local_buffer_size <= 0:
+        if self.local_buffer_size == 0:
             raise ArgumentError(
                 f"`local_buffer_size` must be above 0, got {self.local_buffer_size}"
             )
-        if self.mode == "embedded" and self.global_segment_size <= 0:
+        if self.mode == "embedded" and self.global_segment_size == 0:
             raise ArgumentError(
                 "`global_segment_size` must be above 0 in mode 'embedded', "
                 f"got {self.global_segment_size}"
