@@ -88,7 +88,7 @@ class GroupRanks:
         stages: Pipeline ranks that hold layers of the group.
         prefill_size: Prefill-context-parallel size.
         split: The tokens of a block are spread over the context-parallel ranks.
-        even: All shards have the same number of heads.
+        uneven_heads: KV heads of the model when shards have different numbers of them; else 0.
     """
 
     cells: tuple[_Cell, ...]
@@ -96,7 +96,12 @@ class GroupRanks:
     stages: tuple[int, ...]
     prefill_size: int
     split: bool
-    even: bool
+    uneven_heads: int = 0
+
+    @property
+    def even(self) -> bool:
+        """All shards have the same number of heads."""
+        return not self.uneven_heads
 
     @property
     def shards(self) -> int:
@@ -356,7 +361,7 @@ class RankGrid:
             stages=stages,
             prefill_size=self.pcp_size,
             split=split and contexts * self.pcp_size > 1,
-            even=heads is None or heads <= size or heads % size == 0,
+            uneven_heads=heads if heads is not None and heads > size and heads % size else 0,
         )
 
     def _cells(

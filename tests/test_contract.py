@@ -619,9 +619,13 @@ def test_stages_are_described_one_by_one():
 def test_uneven_shards_are_described_one_by_one():
     grid = RankGrid(4, kv_heads=6)
     one, two = layout(shape=(1, 16, 8)), layout(shape=(2, 16, 8))
-    groups = {"full": FULL}
-    contract = make(groups, ranks=grid, payload=[one])
-    assert contract == make(groups, ranks=grid, payload=[two])
+    groups, facts = {"full": FULL}, PayloadFacts(dtype="float16", extra={"head_bytes": 16})
+    with pytest.raises(ArgumentError, match="must be PayloadFacts with what shards of 6 heads"):
+        make(groups, ranks=grid, payload=[one])
+    contract = make(groups, ranks=grid, payload=[facts])
+    # Another number of heads in as many shards is another cut.
+    other = make(groups, ranks=RankGrid(4, kv_heads=7), payload=[facts])
+    assert other.fingerprint != contract.fingerprint
     known = contract.describe_rank([one], 0).describe_rank([two], 1)
     known.bind([one], 0)
     with pytest.raises(ArgumentError, match="block_bytes"):
@@ -704,15 +708,15 @@ def test_what_is_local_policy_is_not(name):
 
 
 def test_golden_fingerprints():
-    assert make().fingerprint == "afb39ea75ab60585"
+    assert make().fingerprint == "88c01c87e7c762e1"
     rows = {"full": layout(), "swa": layout()}
     rich = make(
         ranks=RankGrid(8, 2, 2, kv_heads=2),
         payload=rows,
         facts={"revision": "main", "fp8": False},
     )
-    assert rich.fingerprint == "0bcd7fbb6877f8bd"
-    assert make(keys=VllmKeys("m")).fingerprint == "a35e1d52d5fb24a5"
+    assert rich.fingerprint == "8cd8c2e7e3ea0e05"
+    assert make(keys=VllmKeys("m")).fingerprint == "81d33408a7da34a5"
 
 
 def test_fingerprints_are_the_same_in_every_process():

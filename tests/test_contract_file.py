@@ -201,6 +201,12 @@ def test_a_file_that_cannot_be_put_in_place_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path) == ["taken"]
 
 
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "x").write_bytes(bytes(range(256)))
+    with pytest.raises(ArgumentError, match=r"must be a file in UTF-8, got '.*x'"):
+        Contract.read(tmp_path / "x")
+
+
 # What is refused.
 
 
@@ -299,6 +305,14 @@ def test_wrong_fields(edits, said):
 def test_wrong_texts(text, said):
     with pytest.raises(ArgumentError, match=said):
         Contract.from_json(text)
+
+
+def test_places_that_are_named_twice():
+    document = json.loads(load("rich"))
+    row = document["groups"][0]
+    row["namespaces"] *= 2
+    with pytest.raises(ArgumentError, match=r"must name each place once, got \(0, 0, 0\) again"):
+        Contract.from_json(json.dumps(document))
 
 
 def test_texts_that_are_none():

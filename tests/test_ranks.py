@@ -99,6 +99,29 @@ def test_one_group_on_one_stage_only():
     assert all(len(writers) == 1 for writers in writers_of(made, 4).values())
 
 
+@pytest.mark.parametrize("split", [True, False])
+def test_ranks_share_keys_when_they_hold_the_same_bytes_and_only_then(split):
+    """Against which heads and which tokens each rank holds."""
+    tried = 0
+    for size, heads, contexts in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16), (1, 2, 4)):
+        try:
+            grid = RankGrid(size, dcp_size=contexts, kv_heads=heads, context_split=split)
+            cells = contract(grid)._filled[0].ranks.cells
+        except AlignmentError:
+            continue
+        tried += 1
+
+        def held(rank, size=size, heads=heads, contexts=contexts):
+            each = heads / size
+            first = int(rank * each)
+            part = rank % contexts if split else 0
+            return range(first, first + max(1, int(each))), part
+
+        for one, two in itertools.combinations(range(size), 2):
+            assert (cells[one] == cells[two]) == (held(one) == held(two))
+    assert tried > 30
+
+
 # F12: who writes what under decode context parallelism.
 
 
@@ -356,5 +379,6 @@ def test_grids_are_values():
 
 def test_rules_are_named():
     assert RULES == ("equal bytes", "vllm", "ascend", "own")
-    row = GroupRanks(((0, 0),), 1, (0,), 1, split=False, even=True)
+    row = GroupRanks(((0, 0),), 1, (0,), 1, split=False)
     assert (row.shards, row.contexts, row.copies(0), row.turn(0, 3)) == (1, 1, 1, 0)
+    assert row.even

@@ -34,7 +34,6 @@ from kvmask.contract.templates import (
     FilledGroup,
     check_engine,
     check_templates,
-    fill_all,
     group_numbers,
 )
 from kvmask.coordinator import Coordinator, group_row
@@ -202,7 +201,6 @@ class Contract:
             FilledGroup(row, number, share)
             for row, number, share in zip(templates, numbers, shares, strict=True)
         )
-        fill_all(filled, names, ranks)
         self._set(
             names=names,
             groups=members,

@@ -308,6 +308,10 @@ def decode(
         for i, item in enumerate(row.take("namespaces", list, [])):
             entry = _Fields(item, f"{row.path}.namespaces[{i}]")
             place = (index, *(entry.take(part, int) for part in ("part", "tensor", "stage")))
+            if place in local:
+                raise ArgumentError(
+                    f"`{row.path}.namespaces` must name each place once, got {place[1:]} again"
+                )
             local[place] = _payload(_Fields(entry.take("facts", dict), f"{entry.path}.facts"))
             entry.end()
         if keys is None:
@@ -438,5 +442,10 @@ def write_text(path: str | os.PathLike[str], text: str, *, private: bool) -> Non
 
 def read_text(path: str | os.PathLike[str]) -> str:
     """The text of a file, or so much of it that `decode` refuses its length."""
-    with open(path, encoding="utf-8") as file:
-        return file.read(MAX_CHARACTERS + 1)
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read(MAX_CHARACTERS + 1)
+    except UnicodeDecodeError as error:
+        raise ArgumentError(
+            f"`path` must be a file in UTF-8, got {os.fspath(path)!r}: {error.reason}"
+        ) from None

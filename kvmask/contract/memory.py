@@ -129,6 +129,12 @@ def payload_row(
                     f"or uneven shards is for `describe_rank`, got {item}"
                 )
         return tuple(value)
+    if not ranks.even:
+        raise ArgumentError(
+            f"`{name}` must be PayloadFacts with what shards of {ranks.uneven_heads} heads over "
+            f"{ranks.shards} ranks share (dtype, and the bytes of a head in `extra`), since their "
+            f"layouts differ, got {type(value).__name__}"
+        )
     row = layout_row(value, name, ranks.per_rank, parts)
     facts = [facts_of(layout, group, ranks, contexts) for layout in row]
     for i, item in enumerate(facts):
@@ -137,7 +143,7 @@ def payload_row(
                 f"`{name}` must hold shards of equal layouts, "
                 f"got {'; '.join(differences)} at {i % parts} and {i}"
             )
-    return tuple(item.shared(layers=layers, sizes=ranks.even) for item in facts[:parts])
+    return tuple(item.shared(layers=layers, sizes=True) for item in facts[:parts])
 
 
 def layout_rows(

@@ -96,6 +96,7 @@ def shape(
                 grid.pcp_size,
                 grid.pp_size,
                 list(group.ranks.stages),
+                group.ranks.uneven_heads,
             ]
             for group in (filled[i] for i in used)
         ],

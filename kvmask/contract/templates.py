@@ -169,6 +169,7 @@ class FilledGroup:
 
     def schemas(self, grid: RankGrid, places: Iterable[Namespace]) -> list[KeySchema]:
         """Filled templates, all objects of a block beside each other."""
+        shards = self.ranks.shards
         return [
             schema.fill(
                 KeyPlace(
@@ -177,7 +178,7 @@ class FilledGroup:
                     prefill=place.prefill,
                     stage=place.stage,
                     group=self.number,
-                    shards=self.ranks.shards,
+                    shards=shards,
                     tensor_size=grid.tp_size,
                     context_size=grid.dcp_size,
                     prefill_size=grid.pcp_size,
