@@ -140,7 +140,6 @@ cdef class LookupCore:
     cdef int64_t local_tokens
     cdef int64_t token_len
     cdef int64_t limit
-    cdef bint local_windows
     cdef bint staged
     cdef int64_t batch
     cdef int64_t growth
@@ -156,17 +155,19 @@ cdef class LookupCore:
     cdef int64_t hit  # -1 while undecided
     cdef bint no_masks
     cdef bint tail_need
+    cdef bint uneven  # groups of one set may hold different blocks
     cdef tuple masks
     cdef list tails
     cdef readonly int64_t asked
     cdef readonly int64_t probes
     cdef readonly int64_t present
-    cdef readonly int64_t candidates  # keys that `exact` asks
+    cdef readonly int64_t unknown  # keys whose answer says neither present nor absent
+    cdef readonly int64_t malformed  # those of them whose answer does not fit the call
+    cdef readonly int64_t exact_keys  # keys that `exact` asks
     cdef void finish_empty(self) noexcept
-    cdef start_presence(self)
+    cdef start_presence(self, held)
     cdef void prepare(self, km_search *search, km_set_state *sets, bint collect) noexcept
-    cdef void mark_local(self, km_group *group, int64_t stride, Bitset maybe,
-                         Bitset known) noexcept
+    cdef mark_held(self, km_group *group, int64_t stride, item, Bitset maybe, Bitset known)
     cdef bint hopeless(self, km_search *search, km_set_state *sets)
     cdef int first_need(self, km_set_state *sets) noexcept
     cdef bint decide(self, km_search *search, km_set_state *sets, int *set_index,
@@ -179,6 +180,7 @@ cdef class LookupCore:
     cdef ask_boundaries(self, km_search *search, km_set_state *sets, int64_t length, int64_t count,
                         list asked)
     cdef add_keys(self, int group, Bitset bits, list keys)
+    cdef count_unknown(self, list given)
     cdef join_sets(self)
 
 

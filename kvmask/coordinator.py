@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvmask._core import MAX_SETS, MAX_TOKENS, Bitset, CoordinatorCore, check_integer
 from kvmask.errors import AlignmentError, ArgumentError
@@ -31,8 +32,12 @@ class Hit:
         exact_keys: Number of keys that ``exact`` asks for in a lookup of the same request.
         store_seconds: Time inside the store's calls.
         other_seconds: Time outside the store's calls.
+        unknown: Asked keys that the store gave no usable answer to: they count as not present.
+        cause: What a call of the store raised, which ended the lookup with a length of 0; or a
+            StoreError when an answer did not fit its call; None when neither happened.
+        held: What the engine held itself when it asked; a load must hold as much.
 
-    Two hits are equal when their length, masks and tails are; the counters do not count.
+    Two hits are equal when their length, masks and tails are; the rest is not compared.
     """
 
     length: int
@@ -44,6 +49,14 @@ class Hit:
     exact_keys: int = field(default=0, compare=False)
     store_seconds: float = field(default=0.0, compare=False)
     other_seconds: float = field(default=0.0, compare=False)
+    unknown: int = field(default=0, compare=False)
+    cause: BaseException | None = field(default=None, compare=False)
+    held: Any = field(default=None, compare=False)
+
+    @property
+    def answered(self) -> bool:
+        """The store answered every key. Otherwise a longer hit may be there."""
+        return self.cause is None and self.unknown == 0
 
 
 def group_row(group: Group) -> tuple[str, int, int]:

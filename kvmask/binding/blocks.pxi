@@ -66,28 +66,32 @@ def plan_blocks(mask, n_blocks, start, block_ids, step=1, phase=0, null_block=No
     return planned, ids
 
 
-def pick_missing(list keys not None, answers, start, stop):
+def pick_missing(list keys not None, list answers not None, start, stop):
     """Keys in ``[start, stop)`` that the store does not answer with 1.
 
     Args:
         keys: All keys that were asked.
-        answers: One integer per key.
+        answers: What `read_answers` made of the store's answers to all keys.
         start: First key.
         stop: End.
 
     Returns:
-        (keys, positions counted from start).
-
-    Raises:
-        StoreError: There is not one integer per key.
+        (keys, positions counted from start); None for the positions when all keys are missing.
     """
     cdef Py_ssize_t i
     cdef Py_ssize_t first = as_int64(start, "start", 0, len(keys))
     cdef Py_ssize_t end = as_int64(stop, "stop", first, len(keys))
-    cdef list given = checked_answers(answers, len(keys))
+    cdef list given = answers
     cdef list missing = [], positions = []
-    if len(keys) != len(given) or end > len(keys):
-        raise StoreError("the keys must not change while their answers are read")
+    if len(keys) != len(given):
+        raise ArgumentError(
+            f"`answers` must hold one answer per key, got {len(given)} and {len(keys)}"
+        )
+    for i in range(first, end):
+        if given[i] is _ONE:
+            break
+    else:
+        return keys[first:end], None
     for i in range(first, end):
         if given[i] is not _ONE:
             missing.append(keys[i])
@@ -95,33 +99,115 @@ def pick_missing(list keys not None, answers, start, stop):
     return missing, positions
 
 
-def row_totals(list rows not None, slice_bytes):
-    """Bytes and transport pieces of every row of sizes; rows may be one shared list.
+def all_answered(answers, n, value):
+    """Whether a list holds ``n`` answers and all of them are 0, or all are 1.
+
+    False only says that somebody must look at them one by one.
 
     Args:
-        rows: Per key a list of sizes.
-        slice_bytes: Largest piece.
+        answers: The store's answers.
+        n: How many there must be.
+        value: 0 or 1.
+    """
+    cdef PyObject *wanted = <PyObject *>(_ONE if value else _ZERO)
+    cdef Py_ssize_t i, total = as_int64(n, "n", 0, c_max_bits)
+    cdef list given
+    if type(answers) is not list:
+        return False
+    given = answers
+    if PyList_GET_SIZE(given) != total:
+        return False
+    for i in range(total):
+        if PyList_GET_ITEM(given, i) is not wanted:  # plain ints: there is one of each
+            return False
+    return True
 
-    Returns:
-        (bytes per key, pieces per key).
+
+def all_as_planned(answers, list planned not None):
+    """Whether a list holds the planned numbers of bytes, in their order; see all_answered."""
+    cdef Py_ssize_t i, n = PyList_GET_SIZE(planned)
+    cdef PyObject *answer
+    cdef PyObject *bytes_
+    cdef int overflow = 0
+    cdef list given
+    if type(answers) is not list:
+        return False
+    given = answers
+    if PyList_GET_SIZE(given) != n:
+        return False
+    for i in range(n):
+        answer = PyList_GET_ITEM(given, i)
+        bytes_ = PyList_GET_ITEM(planned, i)
+        if answer is bytes_:
+            continue
+        if not PyLong_CheckExact(<object>answer):
+            return False
+        if PyLong_AsLongLongAndOverflow(<object>answer, &overflow) != \
+                PyLong_AsLongLongAndOverflow(<object>bytes_, &overflow) or overflow:
+            return False
+    return True
+
+
+def first_repeated(list ids not None):
+    """Position of the first block id that stands at an earlier position too, or -1.
+
+    Args:
+        ids: Plain ints; those that do not fit 64 bits are left to the layout to refuse.
+    """
+    cdef Py_ssize_t n = PyList_GET_SIZE(ids), i
+    cdef uint64_t slot, mask = 15
+    cdef long long value
+    cdef int overflow = 0
+    cdef int64_t *slots
+    while mask < 2 * <uint64_t>n:
+        mask = 2 * mask + 1
+    # Position of the id plus one, by a hash of the id; 0 is empty.
+    slots = <int64_t *>calloc(mask + 1, sizeof(int64_t))
+    if slots == NULL:
+        raise MemoryError
+    try:
+        for i in range(n):
+            value = PyLong_AsLongLongAndOverflow(<object>PyList_GET_ITEM(ids, i), &overflow)
+            if overflow:
+                continue
+            slot = (<uint64_t>value * 0x9E3779B97F4A7C15ULL) >> 32 & mask
+            while slots[slot]:
+                if PyLong_AsLongLongAndOverflow(
+                    <object>PyList_GET_ITEM(ids, slots[slot] - 1), &overflow
+                ) == value:
+                    return i
+                slot = (slot + 1) & mask
+            slots[slot] = i + 1
+    finally:
+        free(slots)
+    return -1
+
+
+def row_pieces(list rows not None, slice_bytes):
+    """Transport pieces of every row of sizes; rows may be one shared list.
+
+    Args:
+        rows: Per key a list of sizes in bytes.
+        slice_bytes: Largest piece.
     """
     cdef int64_t piece = as_int64(slice_bytes, "slice_bytes", 1, c_max_bits)
-    cdef list totals = [], pieces = []
+    cdef list pieces = []
+    cdef int64_t size, count = 0
     last = None
-    total = count = 0
     for row in rows:
         if row is not last:
             last = row
-            total = sum(row)
-            count = sum([-(-size // piece) for size in row])
-        totals.append(total)
+            count = 0
+            for item in <list?>row:
+                size = item
+                count += km_ceil_div(size, piece)
         pieces.append(count)
-    return totals, pieces
+    return pieces
 
 
 @cython.boundscheck(True)
 def cut_calls(list needs not None, usable, whole, list pieces not None, max_pieces):
-    """Cuts keys into calls; see kvmask.plans.blocks.split_calls.
+    """Cuts keys into calls; see kvmask.mooncake.policy.split_calls.
 
     Args:
         needs: Per key what it takes of the budget.

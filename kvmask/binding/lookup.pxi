@@ -1,6 +1,61 @@
 # LookupCore: the state machine of a lookup. It knows which blocks are present, absent or not asked,
 # says which keys to ask next, and stops as soon as the one hit search needs no further answer.
 
+cdef object _ONE = 1
+cdef object _ZERO = 0
+# Stands for an answer that does not fit the call.
+MALFORMED_ANSWER = -10_001
+
+
+cdef void held_range(const km_group *g, int64_t tokens, int64_t *first, int64_t *stop) noexcept:
+    """Blocks of a group, [first, stop), that a prefix hit of the engine's own holds."""
+    cdef int64_t b = g.block_size
+    stop[0] = tokens // b
+    if g.kind == KM_FULL:
+        first[0] = 0
+    elif g.kind == KM_WINDOW:
+        # Blocks that lie wholly before the window that ends at `tokens` may have been freed.
+        first[0] = max(tokens - g.span + 1, <int64_t>0) // b
+    elif g.kind == KM_CHUNKED:
+        first[0] = tokens // g.span * g.span // b
+    else:
+        first[0] = stop[0]
+
+
+def held_blocks(kind, block_size, span, item, n):
+    """The blocks that an engine holds of a group, as n bits.
+
+    Args:
+        kind: "full", "window", "chunked" or "state".
+        block_size: Tokens per block.
+        span: Tokens of the window or of an attention chunk.
+        item: The length in tokens of the engine's own prefix hit, or a Bitset over the blocks.
+        n: Blocks.
+
+    >>> held_blocks("window", 16, 33, 64, 6)
+    Bitset(6, '2-3')
+    """
+    cdef km_group group
+    cdef int64_t first, stop
+    cdef int64_t blocks = as_int64(n, "n", 0, c_max_bits)
+    cdef Bitset bits = new_bitset(blocks), given
+    if isinstance(item, Bitset):
+        given = <Bitset>item
+        memcpy(bits.words, given.words, km_words(min(given.n, blocks)) * sizeof(uint64_t))
+        if given.n > blocks:
+            km_fill(bits.words, blocks, km_words(blocks) * 64, False)
+        return bits
+    memset(&group, 0, sizeof(group))
+    group.kind = _KINDS[kind]
+    group.block_size = as_int64(block_size, "block_size", 1, c_max_tokens)
+    group.span = as_int64(span, "span", 0 if kind in ("full", "state") else 1, c_max_tokens)
+    held_range(&group, as_int64(item, "held", 0, c_max_tokens), &first, &stop)
+    stop = min(stop, blocks)
+    if first < stop:
+        km_fill(bits.words, first, stop, True)
+    return bits
+
+
 cdef class LookupCore:
     """What kvmask.LookupPlan drives; see there for the meaning of the arguments.
 
@@ -9,10 +64,9 @@ cdef class LookupCore:
         builders: Per group a sequence of KeyBuilder, one per rank namespace that must hold a block.
         hashes: BlockHashes or sequence of bytes, one digest per hash block.
         num_tokens: Tokens of the request.
-        local_tokens: Tokens that the engine already holds: whole full-attention blocks below are
-            not asked, and a hit that does not reach past them is no hit.
-        local_windows: The engine also holds the windows that end at local_tokens (a declaration:
-            without it they are asked for like any other block).
+        local_tokens: A hit that does not reach past this many tokens is of no use to the engine.
+        held: None, or what the engine holds: per group a number of tokens or a Bitset over its
+            blocks (see held_blocks). Those blocks are not asked for.
         staged: False asks everything that could matter in one call.
         first_batch: Blocks of a full-attention group to ask for in the first call.
         growth: Factor between one batch and the next.
@@ -22,15 +76,14 @@ cdef class LookupCore:
     """
 
     def __cinit__(self, CoordinatorCore coord not None, builders, hashes, num_tokens,
-                  local_tokens=0, staged=True, first_batch=512, growth=4, hint=0, slack=32,
-                  local_windows=False):
+                  local_tokens=0, held=None, *, staged=True, first_batch=512, growth=4, hint=0,
+                  slack=32):
         cdef int64_t n_hashes
         cdef list names = [as_builders(b) for b in builders]
         self.coord = coord
         self.hashes = as_hashes(hashes)
         self.num_tokens = as_int64(num_tokens, "num_tokens", 0, c_max_tokens)
         self.local_tokens = as_int64(local_tokens, "local_tokens", 0, c_max_tokens)
-        self.local_windows = bool(local_windows)
         self.staged = bool(staged)
         self.batch = as_int64(first_batch, "first_batch", 1, c_max_bits)
         self.growth = as_int64(growth, "growth", 1, c_max_bits)
@@ -66,21 +119,29 @@ cdef class LookupCore:
         if self.local_tokens and self.limit <= self.local_tokens:
             self.finish_empty()
             return
-        self.start_presence()
+        self.start_presence(held)
 
     cdef void finish_empty(self) noexcept:
         self.hit = 0
         self.no_masks = True
 
-    cdef start_presence(self):
+    cdef start_presence(self, held):
         """Blocks outside the lookup mask are absent, all others unknown."""
         cdef CoordinatorCore coord = self.coord
         cdef int64_t n, s
         cdef int i
         cdef Bitset maybe, known
         cdef tuple masks = None
+        cdef list items = None
+        if held is not None:
+            items = list(held)
+            if len(items) != coord.n_groups:
+                raise ArgumentError(
+                    f"`held` must hold one entry per group, got {len(items)} and {coord.n_groups}"
+                )
         if not coord.partial:
             masks = coord.reach_masks(self.token_len, 0, None, True, True)
+        self.uneven = held is not None
         self.maybe = []
         self.known = []
         for i in range(coord.n_groups):
@@ -96,15 +157,15 @@ cdef class LookupCore:
             if masks is None or masks[i] is None:
                 maybe = ones_bitset(n)
                 known = new_bitset(n)
-                self.candidates += n * len(self.builders[i])
+                self.exact_keys += n * len(self.builders[i])
             else:
                 maybe = masks[i]
                 if maybe.n > n:
                     maybe = maybe[:n]
                 known = ~maybe
-                self.candidates += km_count(maybe.words, maybe.n) * len(self.builders[i])
-            if self.local_tokens:
-                self.mark_local(&coord.groups[i], coord.stride(i), maybe, known)
+                self.exact_keys += km_count(maybe.words, maybe.n) * len(self.builders[i])
+            if items is not None:
+                self.mark_held(&coord.groups[i], coord.stride(i), items[i], maybe, known)
             self.maybe.append(maybe)
             self.known.append(known)
         # A set of several groups is searched on the and of their bits.
@@ -115,21 +176,29 @@ cdef class LookupCore:
                 return
         self.staged = True  # nothing is left to ask: the search alone decides
 
-    cdef void mark_local(self, km_group *group, int64_t stride, Bitset maybe,
-                         Bitset known) noexcept:
-        """Whole blocks that the engine's own prefix cache holds count as present."""
-        cdef int64_t stop = self.local_tokens // group.block_size
-        cdef int64_t start = 0, i, bit
-        if group.kind == KM_WINDOW and self.local_windows:
-            start = max(stop - km_window_need(group, False), <int64_t>0)
-        elif group.kind != KM_FULL:
+    cdef mark_held(self, km_group *group, int64_t stride, item, Bitset maybe, Bitset known):
+        """Whole blocks that the engine holds itself count as present."""
+        cdef Bitset bits
+        cdef int64_t first, stop, i, bit
+        if isinstance(item, Bitset):
+            bits = <Bitset>item
+            i = km_next(bits.words, 0, bits.n, True)
+            while i < bits.n:
+                bit = (i + 1) * stride - 1
+                if bit >= maybe.n:
+                    return
+                km_set(maybe.words, bit)
+                km_set(known.words, bit)
+                i = km_next(bits.words, i + 1, bits.n, True)
             return
+        held_range(group, as_int64(item, "held", 0, c_max_tokens), &first, &stop)
         if stride == 1:
             stop = min(stop, maybe.n)
-            km_fill(maybe.words, start, stop, True)
-            km_fill(known.words, start, stop, True)
+            if first < stop:
+                km_fill(maybe.words, first, stop, True)
+                km_fill(known.words, first, stop, True)
             return
-        for i in range(start, stop):
+        for i in range(first, stop):
             bit = (i + 1) * stride - 1
             if bit >= maybe.n:
                 break
@@ -322,7 +391,7 @@ cdef class LookupCore:
         if self.hit >= 0:
             return []
         # `exact` asks whatever vLLM asks, even where the hit is decided without an answer.
-        if not self.staged and self.probes == 0 and self.candidates:
+        if not self.staged and self.probes == 0 and self.exact_keys:
             asked = [~<Bitset>b for b in self.set_known]
         elif self.decide(&search, sets, &set_index, &need):
             return []
@@ -334,6 +403,11 @@ cdef class LookupCore:
             bits = <Bitset>asked[self.coord.set_of[i]]
             if bits is None:
                 continue
+            if self.uneven and self.coord.members[self.coord.set_of[i]] > 1:
+                # What this group holds itself is not asked, though another one of its set lacks it.
+                bits = bits & ~(<Bitset>self.known[i])[:bits.n]
+                if km_count(bits.words, bits.n) == 0:
+                    continue
             self.add_keys(i, bits, keys)
             pending.append((i, bits))
         self.pending_groups = pending
@@ -357,12 +431,14 @@ cdef class LookupCore:
     def feed(self, answers):
         """Takes the store's answers to the last batch, in its order; only 1 is present.
 
+        An answer that is negative or no integer leaves its key unknown, and so does every answer
+        of a list that has not one per key; `unknown` counts them.
+
         Raises:
             PlanStateError: Nothing was asked.
-            StoreError: There is not one answer per key, or one is no integer.
         """
         cdef list given
-        cdef int64_t position = 0, bit
+        cdef int64_t position = 0, bit, unusual = 0
         cdef Py_ssize_t namespaces, j
         cdef int group
         cdef bint present
@@ -372,7 +448,7 @@ cdef class LookupCore:
         pending = self.pending_groups
         if not pending:
             raise PlanStateError("`feed` must follow a batch of keys, got answers to none")
-        given = checked_answers(answers, self.expected)
+        given = read_answers(answers, self.expected)
         if self.pending_groups is not pending:  # an iterator's own code, or another thread
             raise PlanStateError("`feed` must be given the answers once, got them while it read")
         self.pending_groups = []
@@ -388,13 +464,23 @@ cdef class LookupCore:
                     position += 1
                     if answer is not <PyObject *>_ONE:  # plain ints: there is one 1
                         present = False
+                        unusual += answer is not <PyObject *>_ZERO
                     else:
                         self.present += 1
                 km_set(known.words, bit)
                 if not present:
                     km_clear(maybe.words, bit)
                 bit = km_next(bits.words, bit + 1, bits.n, True)
+        if unusual:
+            self.count_unknown(given)
         self.join_sets()
+
+    cdef count_unknown(self, list given):
+        """Counts the answers that say neither present nor absent."""
+        for answer in given:
+            if answer < 0:
+                self.unknown += 1
+                self.malformed += answer == MALFORMED_ANSWER
 
     cdef join_sets(self):
         # Sets of one group share its bitsets (joint_presence returns them as they are).
@@ -415,7 +501,7 @@ cdef class LookupCore:
         if self.pending_groups:
             return None
         if self.hit < 0 and (
-            (not self.staged and self.probes == 0 and self.candidates)
+            (not self.staged and self.probes == 0 and self.exact_keys)
             or not self.decide(&search, sets, &set_index, &need)
         ):
             return None
@@ -425,36 +511,34 @@ cdef class LookupCore:
         return self.hit, self.masks, tuple(self.tails)
 
 
-cdef object _ONE = 1
+cpdef list read_answers(answers, Py_ssize_t expected):
+    """The store's answers as a new list of plain ints, one per key.
 
-
-cpdef list checked_answers(answers, Py_ssize_t expected):
-    """The store's answers as a new list of plain ints.
+    Nothing about a malformed answer is believed: when there are more or fewer than keys, or they
+    cannot be read to the end, every key is answered with ``MALFORMED_ANSWER``; one that is no
+    integer is answered so by itself.
 
     Args:
         answers: Iterable of integers (NumPy's and bools too).
         expected: How many there must be.
-
-    Raises:
-        StoreError: There are more or fewer, or one is no integer.
     """
     cdef list given
     cdef Py_ssize_t i
     try:
         given = list(answers)
-    except TypeError:
-        raise StoreError(
-            f"the store must answer with a list of integers, got {type(answers).__name__}"
-        ) from None
+    except Exception:
+        return [MALFORMED_ANSWER] * expected
     if len(given) != expected:
-        raise StoreError(
-            f"the store must answer every key, got {len(given)} answers to {expected} keys"
-        )
+        return [MALFORMED_ANSWER] * expected
     for i in range(len(given)):
         item = given[i]
         if PyLong_CheckExact(item):
             continue
-        if not isinstance(item, _numbers.Integral):
-            raise StoreError(f"the store must answer with integers, got {item!r}")
-        given[i] = int.__add__(_operator.index(item), 0)
+        if isinstance(item, _numbers.Integral):
+            try:
+                given[i] = int.__add__(_operator.index(item), 0)
+                continue
+            except Exception:
+                pass
+        given[i] = MALFORMED_ANSWER
     return given

@@ -1,1 +1,52 @@
-"""Lookup, save, load: pure state machines that say which call of the store comes next."""
+"""Lookup, save, load: pure state machines with one protocol. See `kvmask.plans.calls`."""
+
+from kvmask.plans.calls import EXISTS, GET, PUT, WAIT, Call, Plan, Store, drive
+from kvmask.plans.costs import DEFAULT_COSTS, CostModel
+from kvmask.plans.held import Held
+from kvmask.plans.load import LoadPlan
+from kvmask.plans.lookup import STRATEGIES, LookupPlan
+from kvmask.plans.memo import AbsenceMemo, PresenceMemo
+from kvmask.plans.policy import (
+    CALL_FAILED,
+    MALFORMED_ANSWER,
+    NOT_TRIED,
+    OVERSIZE,
+    StorePolicy,
+)
+from kvmask.plans.results import BlockFailure, Handoff, LoadResult, SaveResult
+from kvmask.plans.save import SavePlan
+from kvmask.plans.scheme import Addresses, GroupScheme, Scheme
+from kvmask.plans.tools import PlanTools
+
+__all__ = [
+    "CALL_FAILED",
+    "DEFAULT_COSTS",
+    "EXISTS",
+    "GET",
+    "MALFORMED_ANSWER",
+    "NOT_TRIED",
+    "OVERSIZE",
+    "PUT",
+    "STRATEGIES",
+    "WAIT",
+    "AbsenceMemo",
+    "Addresses",
+    "BlockFailure",
+    "Call",
+    "CostModel",
+    "GroupScheme",
+    "Handoff",
+    "Held",
+    "LoadPlan",
+    "LoadResult",
+    "LookupPlan",
+    "Plan",
+    "PlanTools",
+    "PresenceMemo",
+    "SavePlan",
+    "SaveResult",
+    "Scheme",
+    "Store",
+    "StorePolicy",
+    "drive",
+]

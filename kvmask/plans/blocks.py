@@ -1,57 +1,32 @@
-"""Keys, descriptors and outcomes of selected blocks: what saves and loads share.
-
-The limits of one call to the store live here too.
-"""
+"""What saves and loads share: keys and descriptors of selected blocks, calls, and outcomes."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from kvmask._core import (
     MAX_TOKENS,
     Bitset,
     BlockHashes,
     build_keys,
-    checked_answers,
-    cut_calls,
-    row_totals,
+    read_answers,
 )
-from kvmask.coordinator import Coordinator
 from kvmask.errors import ArgumentError, PlanStateError
 from kvmask.groups import check_count
-from kvmask.keys.base import KeySchema
-from kvmask.layout import KVLayout
+from kvmask.plans.calls import GET, WAIT, Call, check_event, is_wrong_call
+from kvmask.plans.policy import CALL_FAILED, NOT_TRIED, OVERSIZE
+from kvmask.plans.results import BlockFailure, describe
+from kvmask.plans.scheme import GroupScheme, Scheme, scheme_of
+from kvmask.plans.tools import PlanTools, tools_or_default
 
-Schemas = Sequence[KeySchema | Sequence[KeySchema]]
-Layouts = Sequence[KVLayout | Sequence[KVLayout]]
-Hashes = BlockHashes | Sequence[bytes]
-
-# Mooncake's return codes that plans act on; kvmask.mooncake names all of them.
-INVALID_PARAMS = -600
-ALREADY_EXISTS = -705
-NO_SPACE = -200
-LEASE_EXPIRED = -707
-
-# An owner with a disk tier stages a get through a buffer for direct I/O: every object is rounded
-# up to pages and needs two more; vLLM fills nine tenths of the buffer with one batch.
-STAGING_PAGE = 4096
-STAGING_PADDING = 2 * STAGING_PAGE
-STAGING_USABLE = 0.9
-
-# Mooncake's TCP transport cuts a segment into slices and refuses (-800) what does not fit a peer's
-# queue of 1,024 (its defaults in 0.3.13). Half of that leaves room for another thread.
-SLICE_BYTES = 1 << 16
-PIECES_PER_CALL = 512
+Rows = list[list[int]]
 
 
-def check_tokens(value: int, name: str) -> None:
-    """Refuse what is no count of tokens."""
-    check_count(value, name, 0)
-    if value > MAX_TOKENS:
-        raise ArgumentError(f"`{name}` must be at most {MAX_TOKENS}, got {value}")
+def check_tokens(value: object, name: str) -> int:
+    """A number of tokens as a plain int; anything else is refused."""
+    return check_count(value, name, 0, MAX_TOKENS)
 
 
 def as_list(items: Any, name: str) -> list[Any]:
@@ -62,186 +37,42 @@ def as_list(items: Any, name: str) -> list[Any]:
         raise TypeError(f"`{name}` must be a sequence, got {type(items).__name__}") from None
 
 
-def block_tables(block_ids: Sequence[Sequence[int]], groups: int) -> list[list[int]]:
-    """A list per group; lists as they are, since a plan reads them once, when it is made."""
-    tables = [
-        table if type(table) is list else as_list(table, "block_ids")
-        for table in as_list(block_ids, "block_ids")
+def block_tables(scheme: Scheme, tables: Any) -> list[list[int]]:
+    """A block table per group, from a mapping by name or a sequence in order.
+
+    Lists are taken as they are, since a plan reads them once, when it is made. A mapping may leave
+    out groups that are not cacheable.
+
+    Raises:
+        ArgumentError: There is not one table per group, or a name is unknown.
+    """
+    if isinstance(tables, Mapping):
+        names = [g.name for g in scheme.groups]
+        unknown = [name for name in tables if name not in names]
+        lacking = [g.name for g in scheme.groups if g.cacheable and g.name not in tables]
+        if unknown or lacking:
+            raise ArgumentError(
+                f"`tables` must hold one block table per group, got {list(tables)!r} and {names}"
+            )
+        tables = [tables.get(name, ()) for name in names]
+    rows = [
+        table if type(table) is list else as_list(table, "tables")
+        for table in as_list(tables, "tables")
     ]
-    if len(tables) != groups:
+    if len(rows) != len(scheme.groups):
         raise ArgumentError(
-            f"`block_ids` must hold one table per group, got {len(tables)} and {groups}"
+            f"`tables` must hold one block table per group, got {len(rows)} and "
+            f"{len(scheme.groups)}"
         )
-    return tables
-
-
-def per_group(items: Sequence[Any], kind: type, name: str, groups: int) -> list[tuple[Any, ...]]:
-    """One tuple per group out of one item, or one sequence of items, per group."""
-    rows: list[tuple[Any, ...]] = []
-    for item in as_list(items, name):
-        row = (item,) if isinstance(item, kind) else tuple(as_list(item, name))
-        for entry in row:
-            if not isinstance(entry, kind):
-                raise TypeError(f"`{name}` must hold {kind.__name__}, got {type(entry).__name__}")
-        rows.append(row)
-    if len(rows) != groups:
-        raise ArgumentError(f"`{name}` must hold one entry per group, got {len(rows)} and {groups}")
     return rows
-
-
-def staging_bytes(num_bytes: int) -> int:
-    """What one object takes of an owner's staging buffer.
-
-    >>> staging_bytes(4097)
-    16384
-    """
-    return -(-num_bytes // STAGING_PAGE) * STAGING_PAGE + STAGING_PADDING
-
-
-def split_calls(
-    sizes: Sequence[int],
-    staging: int | None = None,
-    pieces: Sequence[int] | None = None,
-    max_pieces: int | None = None,
-) -> tuple[list[tuple[int, int]], list[int]]:
-    """Cuts one put or get into calls that the store can take.
-
-    Args:
-        sizes: Bytes per key.
-        staging: Bytes of an owner's staging buffer. One call fills at most nine tenths of it; a
-            key between that and the whole goes alone.
-        pieces: Transport pieces per key.
-        max_pieces: Pieces per call; a key with more goes alone.
-
-    Returns:
-        (calls as (start, stop), keys that cannot be staged at all).
-
-    >>> split_calls([1, 1], staging=3 * 12288)
-    ([(0, 2)], [])
-    """
-    if staging is None:
-        needs, usable, whole = [0] * len(sizes), 0.0, 0.0
-    else:
-        check_count(staging, "staging")
-        needs = [staging_bytes(size) for size in sizes]
-        usable, whole = max(1, int(staging * STAGING_USABLE)), staging
-    parts = [0] * len(sizes) if pieces is None else list(pieces)
-    return cut_calls(needs, usable, whole, parts, math.inf if max_pieces is None else max_pieces)
-
-
-class BlockFailure(NamedTuple):
-    """One key that was not moved.
-
-    Attributes:
-        group: Group id.
-        block: Index of the block in its group.
-        block_id: Its entry in the block table.
-        key: The key.
-        code: The store's return code; for a get also the number of bytes when it was short.
-    """
-
-    group: int
-    block: int
-    block_id: int
-    key: str
-    code: int
-
-
-def describe(failed: Sequence[BlockFailure]) -> str:
-    """Failures in short: how many, which codes, the first three keys."""
-    if not failed:
-        return "none"
-    codes = sorted({f.code for f in failed})
-    keys = ", ".join(f.key for f in failed[:3]) + (", ..." if len(failed) > 3 else "")
-    return f"{len(failed)} with codes {codes[:8]}: {keys}"
-
-
-@dataclass(frozen=True, slots=True)
-class SaveResult:
-    """What became of a save: every planned key is stored, was present, or failed.
-
-    Attributes:
-        stored: Keys written.
-        present: Keys that the store had already.
-        failed: The others.
-        saved_tokens: High-water mark: everything below it is stored; resume there.
-        num_bytes: Bytes written.
-    """
-
-    stored: int
-    present: int
-    failed: tuple[BlockFailure, ...] = field(repr=False)
-    saved_tokens: int
-    num_bytes: int
-
-    @property
-    def ok(self) -> bool:
-        """Nothing failed."""
-        return not self.failed
-
-    def __str__(self) -> str:
-        return (
-            f"saved up to token {self.saved_tokens}: {self.stored} keys stored "
-            f"({self.num_bytes} bytes), {self.present} present, failed: {describe(self.failed)}"
-        )
-
-    @property
-    def pressure(self) -> bool:
-        """The store had no room for some of it: worth another try later."""
-        return any(f.code == NO_SPACE for f in self.failed)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadResult:
-    """What became of a load: every planned key is loaded or failed.
-
-    Attributes:
-        loaded: Keys read whole.
-        failed: The others; their blocks hold nothing that may be used.
-        num_bytes: Bytes read.
-    """
-
-    loaded: int
-    failed: tuple[BlockFailure, ...] = field(repr=False)
-    num_bytes: int
-
-    @property
-    def ok(self) -> bool:
-        """Nothing failed."""
-        return not self.failed
-
-    def __str__(self) -> str:
-        return (
-            f"{self.loaded} keys loaded ({self.num_bytes} bytes), failed: {describe(self.failed)}"
-        )
-
-    def invalid_block_ids(self, group: int) -> list[int]:
-        """Block ids of a group that must not be used, ascending."""
-        return sorted({f.block_id for f in self.failed if f.group == group})
-
-
-class TransferBatch(NamedTuple):
-    """Arguments of one put or get: per key its addresses and sizes."""
-
-    keys: list[str]
-    addresses: list[list[int]]
-    sizes: list[list[int]]
-
-    def pick(self, positions: Sequence[int]) -> TransferBatch:
-        """The keys at these positions, in this order."""
-        return TransferBatch(
-            [self.keys[i] for i in positions],
-            [self.addresses[i] for i in positions],
-            [self.sizes[i] for i in positions],
-        )
 
 
 @dataclass(slots=True)
 class Entries:
     """The keys of one group: block-major, the shards of one block together."""
 
-    group: int
-    planned: Bitset
+    group: GroupScheme
+    planned: Bitset | None
     start: int
     tail: int | None
     block_ids: list[int]
@@ -251,174 +82,288 @@ class Entries:
 
     @property
     def blocks(self) -> list[int]:
-        """Index of each entry's block in its group. Made when first asked for: only failures are
-        reported by it."""
+        """Index of each entry's block in its group. Made when first asked for: only failures and
+        events need it."""
         if self._blocks is None:
-            self._blocks = [self.start + i for i in self.planned.indices()]
+            found = [] if self.planned is None else self.planned.indices()
+            self._blocks = [self.start + i for i in found] if self.start else found
             if self.tail is not None:
                 self._blocks.append(self.tail)
         return self._blocks
 
 
 class BlockPlan:
-    """What saves and loads share: keys and descriptors of selected blocks of every group."""
+    """What saves and loads share. See `kvmask.plans.calls` for the protocol."""
 
     def __init__(
         self,
-        coord: Coordinator,
-        schemas: Schemas,
-        layouts: Layouts,
-        hashes: Hashes,
-        null_block: int | None,
-        max_pieces: int | None,
+        source: Any,
+        hashes: BlockHashes | Sequence[bytes],
+        event: Any,
+        tools: PlanTools | None,
     ) -> None:
-        n = len(coord.groups)
-        self._coord = coord
-        self._schemas: list[tuple[KeySchema, ...]] = per_group(schemas, KeySchema, "schemas", n)
-        self._layouts: list[tuple[KVLayout, ...]] = per_group(layouts, KVLayout, "layouts", n)
-        self._hashes = hashes if isinstance(hashes, BlockHashes) else BlockHashes.from_list(hashes)
-        self._null_block = null_block
-        if max_pieces is not None:
-            check_count(max_pieces, "max_pieces")
-        self._max_pieces = max_pieces
+        self._scheme = scheme_of(source, memory=True)
+        self._tools = tools_or_default(tools)
+        self._policy = self._tools.policy
+        self._hashes = self._scheme.hashes(hashes)
+        check_event(event)
+        self._event = event
         self.keys: list[str] = []
         self._entries: list[Entries] = []
-        self._failed: list[BlockFailure] = []
+        self._failures: list[BlockFailure] = []
+        self._failed: set[int] = set()  # their positions among all keys
+        self._reported = 0  # failures that `feed` has returned
+        self._moved = 0
         self._num_bytes = 0
-        self._all = TransferBatch([], [], [])
-        self._positions: list[int] = []
+        self._total_bytes = 0  # of the batch
+        self._call_bytes = 0  # of the put or get that is on its way
+        # The keys that are moved: their positions among all keys, descriptors and bytes.
+        self._positions: list[int] | None = None  # None: all keys, in order
+        self._batch: tuple[list[str], Rows, Rows] = ([], [], [])
         self._bytes: list[int] = []
-        self._calls: list[tuple[int, int]] = []
-        self._current: tuple[int, int] | None = None
-        for g, (names, places) in enumerate(zip(self._schemas, self._layouts, strict=True)):
-            if len(names) != len(places) and coord.groups[g].prefix_cacheable:
-                raise ArgumentError(
-                    f"`schemas` and `layouts` must have equally many shards in group {g}, "
-                    f"got {len(names)} and {len(places)}"
-                )
-
-    def _digests_for(self, num_tokens: int) -> None:
-        held = len(self._hashes) * self._coord.hash_block_size
-        if num_tokens > held:
-            raise ArgumentError(
-                f"`hashes` must cover the tokens, got {held} tokens of digests and {num_tokens}"
-            )
+        self._calls: list[tuple[int, int]] = []  # the next one last
+        self._call: str | None = None  # the name of the call that is on its way
+        self._range = (0, 0)
+        self._stopped = False
+        self._finished = False
 
     def _add(
         self,
-        group: int,
-        planned: Bitset,
+        group: GroupScheme,
+        planned: Bitset | None,
         start: int,
         block_ids: list[int],
-        tail: tuple[int, int, int] | None,
+        tail: tuple[int, int, int] | None = None,
     ) -> None:
-        """Adds the planned blocks (from block ``start`` on) and, keyed by its own token boundary,
-        a last block: (block, id, boundary)."""
-        size = self._coord.groups[group].block_size
-        unit = self._coord.hash_block_size
-        builders = tuple(s.builder for s in self._schemas[group])
+        """Add the planned blocks (from block ``start`` on) and, named by the digest of its own
+        token boundary, a last block: (block, id, boundary)."""
+        unit = self._scheme.coord.hash_block_size
         first_key = len(self.keys)
-        keys = build_keys(builders, self._hashes, planned, start, size // unit)
+        keys: list[str] = []
+        if planned is not None:
+            scale = group.block_size // unit
+            keys = build_keys(group.own, self._hashes, planned, start, scale)
         if tail is not None:
             _, block_id, boundary = tail
-            keys += build_keys(builders, [self._hashes[boundary // unit - 1]])
+            keys += build_keys(group.own, [self._hashes[boundary // unit - 1]])
             block_ids = [*block_ids, block_id]
-        self.keys += keys
+        if first_key:
+            self.keys += keys
+        else:
+            self.keys = keys
         last = None if tail is None else tail[0]
         self._entries.append(
-            Entries(group, planned, start, last, block_ids, len(builders), first_key)
+            Entries(group, planned, start, last, block_ids, len(group.own), first_key)
         )
 
-    def _descriptors(
-        self, entries: Entries, ordinals: list[int] | None
-    ) -> tuple[list[list[int]], list[list[int]]]:
-        """Addresses and sizes of the keys at these positions of a group (None: of all)."""
-        layouts = self._layouts[entries.group]
+    def _descriptors(self, entries: Entries, ordinals: list[int] | None) -> tuple[Rows, Rows]:
+        """Addresses and sizes of the keys at these positions of a group (None: of all), and their
+        bytes behind those of the groups before."""
+        layouts = entries.group.layouts
+        ids = entries.block_ids
         if entries.shards == 1:
-            ids = entries.block_ids
             if ordinals is not None:
                 ids = [ids[i] for i in ordinals]
+            each = layouts[0].block_bytes
+            self._count_bytes([each] * len(ids), each * len(ids))
             return layouts[0].addresses(ids)
+        shards = entries.shards
+        every = [layout.block_bytes for layout in layouts]
         if ordinals is None:
-            ordinals = list(range(len(entries.block_ids) * entries.shards))
-        addresses: list[list[int]] = [[]] * len(ordinals)
-        sizes: list[list[int]] = [[]] * len(ordinals)
+            self._count_bytes(every * len(ids), sum(every) * len(ids))
+        else:
+            part = [every[i % shards] for i in ordinals]
+            self._count_bytes(part, sum(part))
+        if ordinals is None:
+            addresses: Rows = [[]] * (len(ids) * shards)
+            sizes: Rows = [[]] * (len(ids) * shards)
+            for shard, layout in enumerate(layouts):
+                addresses[shard::shards], sizes[shard::shards] = layout.addresses(ids)
+            return addresses, sizes
+        addresses = [[]] * len(ordinals)
+        sizes = [[]] * len(ordinals)
         for shard, layout in enumerate(layouts):
-            mine = [p for p, i in enumerate(ordinals) if i % entries.shards == shard]
-            rows, spans = layout.addresses(
-                [entries.block_ids[ordinals[p] // entries.shards] for p in mine]
-            )
-            for p, row, span in zip(mine, rows, spans, strict=True):
+            mine = [p for p, i in enumerate(ordinals) if i % shards == shard]
+            rows, pieces = layout.addresses([ids[ordinals[p] // shards] for p in mine])
+            for p, row, piece in zip(mine, rows, pieces, strict=True):
                 addresses[p] = row
-                sizes[p] = span
+                sizes[p] = piece
         return addresses, sizes
 
-    def _failure(self, position: int, code: int) -> BlockFailure:
-        """The failure of the key at this position of all keys."""
+    def _all_descriptors(self) -> tuple[Rows, Rows]:
+        """Addresses and sizes of all keys."""
+        if len(self._entries) == 1:
+            return self._descriptors(self._entries[0], None)
+        addresses: Rows = []
+        sizes: Rows = []
+        for entries in self._entries:
+            rows, pieces = self._descriptors(entries, None)
+            addresses += rows
+            sizes += pieces
+        return addresses, sizes
+
+    def _count_bytes(self, each: list[int], total: int) -> None:
+        """Note the bytes of the keys whose descriptors are made."""
+        self._total_bytes += total
+        if self._bytes:
+            self._bytes += each
+        else:
+            self._bytes = each
+
+    def entry_of(self, position: int) -> tuple[Entries, int]:
+        """The group's keys that hold the key at a position of all keys, and its place there."""
         for entries in reversed(self._entries):
             if position >= entries.first_key:
-                i = (position - entries.first_key) // entries.shards
-                return BlockFailure(
-                    entries.group,
-                    entries.blocks[i],
-                    entries.block_ids[i],
-                    self.keys[position],
-                    int(code),
-                )
+                return entries, (position - entries.first_key) // entries.shards
         raise PlanStateError(f"no key at position {position} of {len(self.keys)}")
 
-    def _cut(self, batch: TransferBatch, positions: list[int], staging: int | None) -> None:
-        """Plans the calls for a batch whose keys stand at these positions of all keys."""
-        self._bytes, pieces = row_totals(batch.sizes, SLICE_BYTES)
-        self._all = batch
-        self._positions = positions
-        self._calls, oversize = split_calls(self._bytes, staging, pieces, self._max_pieces)
-        self._calls.reverse()
-        self._failed += [self._failure(positions[i], INVALID_PARAMS) for i in oversize]
+    def position(self, i: int) -> int:
+        """Where the key of an entry of the batch stands among all keys."""
+        return i if self._positions is None else self._positions[i]
 
-    def next_batch(self) -> TransferBatch | None:
-        """Arguments of the next call, or None when all is done.
-
-        Raises:
-            PlanStateError: The answers to the last batch are missing.
-        """
-        if self._current is not None:
-            raise PlanStateError("`feed` must be given the answers before the next batch")
-        if not self._calls:
-            return None
-        start, stop = self._current = self._calls.pop()
-        if start == 0 and stop == len(self._all.keys):
-            return self._all
-        return TransferBatch(
-            self._all.keys[start:stop],
-            self._all.addresses[start:stop],
-            self._all.sizes[start:stop],
+    def _fail_key(self, position: int, code: int, cause: BaseException | None) -> None:
+        """Record a failure of the key at this position of all keys."""
+        entries, i = self.entry_of(position)
+        group = entries.group
+        self._failed.add(position)
+        self._failures.append(
+            BlockFailure(
+                group.index,
+                group.name,
+                entries.blocks[i],
+                entries.block_ids[i],
+                self.keys[position],
+                int(code),
+                cause,
+            )
         )
 
-    def _answers(self, answers: Sequence[int]) -> tuple[int, list[int]]:
-        """First key of the current batch and its answers; the batch is then done."""
-        if self._current is None:
-            raise PlanStateError("`feed` must follow `next_batch`")
-        start, stop = current = self._current
-        given = checked_answers(answers, stop - start)
-        if self._current is not current:  # an iterator's own code, or another thread
-            raise PlanStateError("`feed` must be given the answers once, got them while it read")
-        self._current = None
-        return start, given
+    def _cut(self, keys: list[str], addresses: Rows, sizes: Rows, *, put: bool) -> None:
+        """Plan the calls for these keys; what no call can hold has failed."""
+        self._batch = keys, addresses, sizes
+        cut = self._policy.cut_put if put else self._policy.cut_get
+        self._calls, oversize = cut(self._bytes, sizes)
+        self._calls.reverse()
+        for i in oversize:
+            self._fail_key(self.position(i), OVERSIZE, None)
 
-    def fail(self, code: int) -> None:
-        """Record that the last call as a whole failed (it raised): every key has this code.
+    def next_call(self) -> Call | None:
+        """The next call, or None when all is done.
 
         Raises:
-            PlanStateError: No batch was asked for.
+            PlanStateError: The answer to the last call is missing.
         """
-        if self._current is None:
-            raise PlanStateError("`fail` must follow `next_batch`")
-        start, stop = self._current
-        self._current = None
-        for i in range(start, stop):
-            self._fail_key(self._positions[i], code)
+        if self._call is not None:
+            raise PlanStateError("`feed` must be given the answer before the next call")
+        if self._finished:
+            return None
+        call = self._next()
+        if call is None:
+            self._finish()
+        else:
+            self._call = call.name
+        return call
 
-    def _fail_key(self, position: int, code: int) -> None:
-        """Record a failure of the key at this position of all keys."""
-        self._failed.append(self._failure(position, code))
+    def _next(self) -> Call | None:
+        raise NotImplementedError
+
+    def _finish(self) -> None:
+        self._finished = True
+        log = self._tools.log
+        if self._failures and log is not None:
+            log.warning("%s", f"{type(self).__name__}: {describe(self._failures)}"[:1900])
+
+    def _wait(self) -> Call | None:
+        """The wait for the event, once, before memory is first touched."""
+        event, self._event = self._event, None
+        return None if event is None else Call(WAIT, (event,))
+
+    def _planned_bytes(self) -> int:
+        """Bytes of the call that `_slice` gave."""
+        start, stop = self._range
+        whole = stop - start == len(self._bytes)
+        self._call_bytes = self._total_bytes if whole else sum(self._bytes[start:stop])
+        return self._call_bytes
+
+    def _slice(self) -> tuple[list[str], Rows, Rows]:
+        """Arguments of the next put or get."""
+        start, stop = self._range = self._calls.pop()
+        keys, addresses, sizes = self._batch
+        if start == 0 and stop == len(keys):
+            return self._batch
+        return keys[start:stop], addresses[start:stop], sizes[start:stop]
+
+    def _take(self) -> str:
+        """The name of the call that is answered now; the call is done."""
+        name = self._call
+        if name is None:
+            raise PlanStateError("`feed` must follow a call of `next_call`, got an answer to none")
+        self._call = None
+        return name
+
+    def _read(self, answer: Any) -> list[int]:
+        """The answers to the last put or get, one per key."""
+        start, stop = self._range
+        call, given = self._call, read_answers(answer, stop - start)
+        if call is None or self._call is not call or self._range != (start, stop):
+            # An iterator's own code, or another thread.
+            raise PlanStateError("`feed` must be given an answer once, got it while it was read")
+        self._call = None
+        return given
+
+    def stop(self, code: int = NOT_TRIED, cause: BaseException | None = None) -> None:
+        """Make no further call: the keys that none was made for have failed with this code.
+
+        It can be called while a call is on its way, which must then still be answered.
+        """
+        self._stopped = True
+        while self._calls:
+            start, stop = self._calls.pop()
+            for i in range(start, stop):
+                self._fail_key(self.position(i), code, cause)
+
+    def fail(self, error: BaseException) -> None:
+        """Take what the last call raised: its keys have failed, the next calls are still made.
+
+        Raises:
+            PlanStateError: There was no call.
+            BaseException: ``error`` itself when it says that the call was wrong, with an attribute
+                ``partial_result``.
+        """
+        name = self._take()
+        if is_wrong_call(error):
+            self._fail_call(name, error)
+            self.stop(cause=error)
+            self._finish()
+            error.partial_result = self.result  # type: ignore[attr-defined]
+            raise error
+        self._fail_call(name, error)
+
+    def _fail_call(self, name: str, error: BaseException) -> None:
+        """Record that a call raised."""
+        if name == WAIT:
+            self.stop(CALL_FAILED, error)
+            return
+        for i in range(*self._range):
+            self._fail_key(self.position(i), CALL_FAILED, error)
+        if name == GET and self._policy.stops_after_failure:
+            self.stop(cause=error)
+
+    def _news(self) -> tuple[BlockFailure, ...]:
+        """The failures since the last answer."""
+        news = tuple(self._failures[self._reported :]) if self._failures else ()
+        self._reported = len(self._failures)
+        return news
+
+    @property
+    def result(self) -> Any:
+        """What became of the plan.
+
+        Raises:
+            PlanStateError: `next_call` has not returned None yet.
+        """
+        raise NotImplementedError
+
+    def _check_finished(self) -> None:
+        if not self._finished:
+            raise PlanStateError("`result` is there when `next_call` has returned None")

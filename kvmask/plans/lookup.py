@@ -1,171 +1,296 @@
-"""LookupPlan: which keys to ask for, and the cost model that says how many at once."""
+"""LookupPlan: which keys decide how long a reusable prefix is."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
-from kvmask._core import LookupCore
-from kvmask.coordinator import Coordinator, Hit
-from kvmask.errors import ArgumentError, PlanStateError
-from kvmask.keys.base import KeySchema
-from kvmask.plans.blocks import Hashes, Schemas, per_group
+from kvmask._core import MAX_TOKENS, Bitset, BlockHashes, LookupCore, read_answers
+from kvmask.coordinator import Hit
+from kvmask.errors import ArgumentError, PlanStateError, StoreError
+from kvmask.groups import check_count
+from kvmask.plans.calls import EXISTS, Call, is_wrong_call
+from kvmask.plans.held import held_of
+from kvmask.plans.policy import MALFORMED_ANSWER
+from kvmask.plans.scheme import Scheme, scheme_of
+from kvmask.plans.tools import PlanTools, tools_or_default
 
 STRATEGIES = ("staged", "exact")
-
-
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """What asking costs, in seconds; it sets how much a staged lookup asks at once.
-
-    The defaults were measured over loopback on one machine (Mooncake 0.3.13, see docs/lookup.md):
-    asking for about 430 missing keys costs as much as another call.
-
-    Args:
-        call: One call, without its keys.
-        missing: One key that the store does not have.
-        present: One key that it has (its lease is renewed). Those are asked for in any case, so it
-            moves no batch; it completes the price of a lookup.
-        miss_rate: How often a hint is too short.
-    """
-
-    call: float = 300e-6
-    missing: float = 0.7e-6
-    present: float = 2.5e-6
-    miss_rate: float = 0.075
-
-    def __post_init__(self) -> None:
-        for name in ("call", "missing", "present"):
-            if not getattr(self, name) > 0:
-                raise ArgumentError(f"`{name}` must be more than 0, got {getattr(self, name)}")
-        if not 0 <= self.miss_rate <= 1:
-            raise ArgumentError(f"`miss_rate` must be from 0 to 1, got {self.miss_rate}")
-
-    @property
-    def first_batch(self) -> int:
-        """Full-attention blocks to ask for at once when nothing is known."""
-        return max(1, round(min(self.call / self.missing, 1 << 20)))
-
-    @property
-    def slack(self) -> int:
-        """Blocks past a hint that are worth asking in the same call."""
-        return max(1, round(self.first_batch * self.miss_rate))
-
-
-DEFAULT_COSTS = CostModel()
 GROWTH = 4
 
 
-class LookupPlan:
-    """The keys that decide how long a reusable prefix is, batch by batch.
-
-    ``exact`` asks once for the keys vLLM would ask, in its order. ``staged`` asks the
-    full-attention groups first, in growing batches, until a miss bounds the hit, then only the
-    blocks that the other groups need at the longest length still possible, moving left in growing
-    batches. Both run the same hit search, so when the store does not change in between they give
-    the same hit; ``staged`` never asks a key twice nor any that ``exact`` would not ask.
-
-    Args:
-        coord: The groups.
-        schemas: Per group a key schema, or one per rank namespace that must hold a block for it to
-            be present.
-        hashes: One digest per hash block of the request.
-        num_tokens: Tokens of the request. The last one is always left to compute.
-        local_tokens: Tokens the engine holds itself: whole full-attention blocks below are not
-            asked, and a hit that does not reach past them is none.
-        strategy: ``"staged"`` or ``"exact"``.
-        local_windows: The engine also holds the windows that end at ``local_tokens``; without this
-            declaration they are asked for.
-        hint: Tokens of a likely hit (``HitHints.predict``): the first call then asks for all that
-            a hit there rests on. A wrong hint costs a call and changes no result.
-        costs: What asking costs.
+def check_strategy(strategy: Any) -> str:
+    """Refuse what is no lookup strategy.
 
     Raises:
-        ArgumentError: A number is out of range, or there is not one schema entry per group.
+        ArgumentError: There is no such strategy.
+    """
+    if strategy not in STRATEGIES:
+        raise ArgumentError(f"`strategy` must be one of {STRATEGIES}, got {strategy!r}")
+    return str(strategy)
 
-    >>> from kvmask import Coordinator, FullAttention, VllmKeys
-    >>> coord = Coordinator([FullAttention(16)], hash_block_size=16)
-    >>> plan = LookupPlan(coord, [VllmKeys("m")], [b"a" * 32, b"b" * 32], num_tokens=33)
-    >>> while keys := plan.next_keys():
-    ...     plan.feed([1] * len(keys))
-    >>> plan.hit.length
+
+class LookupPlan:
+    """The existence calls that decide how long a reusable prefix is, one after another.
+
+    ``exact`` asks once for the keys vLLM would ask, in its order. ``staged`` asks the
+    full-attention groups first, in growing batches, until a miss bounds the hit. It then asks only
+    for the blocks that the other groups need at the longest length still possible, and moves left
+    in growing batches. Both run the same hit search, so they give the same hit as long as the store
+    does not change in between. ``staged`` never asks a key twice, nor one that ``exact`` would not
+    ask.
+
+    Drive it as `kvmask.plans.calls` says. A plan belongs to one thread at a time.
+
+    Args:
+        source: A Contract, bound or not, or a Scheme.
+        hashes: One digest for every full hash block of the request.
+        num_tokens: Tokens of the request. The last one is always left to compute.
+        held: What the engine holds itself: tokens for all groups, or per group tokens or a Bitset
+            over its blocks (see `kvmask.plans.held`). Those blocks are not asked for, and a hit
+            that does not reach past the engine's own is none.
+        strategy: ``"staged"`` or ``"exact"``.
+        tools: Policy, hints, memos and counters; neutral ones by default.
+
+    Raises:
+        ArgumentError: A number is out of range, digests are missing, or they are known to be of
+            another hash block size, algorithm or start.
+
+    >>> from kvmask import Contract, FullAttention, StrictKeys
+    >>> contract = Contract([FullAttention(16)], 16, StrictKeys("m"))
+    >>> plan = LookupPlan(contract, [b"a" * 32, b"b" * 32], num_tokens=33)
+    >>> while (call := plan.next_call()) is not None: plan.feed([1] * len(call.args[0]))
+    >>> plan.result.length
     32
     """
 
     def __init__(
         self,
-        coord: Coordinator,
-        schemas: Schemas,
-        hashes: Hashes,
+        source: Any,
+        hashes: BlockHashes | Sequence[bytes],
         num_tokens: int,
-        local_tokens: int = 0,
-        strategy: str = "staged",
         *,
-        local_windows: bool = False,
-        hint: int = 0,
-        costs: CostModel = DEFAULT_COSTS,
+        held: Any = 0,
+        strategy: str = "staged",
+        tools: PlanTools | None = None,
     ) -> None:
-        if strategy not in STRATEGIES:
-            raise ArgumentError(f"`strategy` must be one of {STRATEGIES}, got {strategy!r}")
-        rows = per_group(schemas, KeySchema, "schemas", len(coord.groups))
+        self._started = time.perf_counter()
+        self._in_store = 0.0
+        self._called_at = 0.0
+        scheme = scheme_of(source)
+        self._tools = tools_or_default(tools)
+        staged = check_strategy(strategy) == "staged"
+        num_tokens = check_count(num_tokens, "num_tokens", 0, MAX_TOKENS)
+        self._digests = digests = scheme.hashes(hashes)
+        self._coord = coord = scheme.coord
+        if scheme.covers:
+            check_digests(scheme, digests, num_tokens)
+        self._held = kept = held_of(scheme, held)
+        hints = self._tools.hints if staged else None
+        self._hints = hints
+        hint = 0
+        if hints is not None and num_tokens > 1:
+            hint = hints.predict(digests, coord.hash_block_size, coord.alignment, num_tokens - 1)
+        costs = self._tools.costs
         self._core = LookupCore(
             coord._core,
-            [tuple(s.builder for s in row) for row in rows],
-            hashes,
+            scheme.namespaces,
+            digests,
             num_tokens,
-            local_tokens,
-            strategy == "staged",
-            costs.first_batch,
-            GROWTH,
-            hint,
-            costs.slack,
-            local_windows,
+            0 if kept is None else kept.tokens,
+            None if kept is None else kept.groups,
+            staged=staged,
+            first_batch=costs.first_batch,
+            growth=GROWTH,
+            hint=hint,
+            slack=costs.slack,
         )
-        self._hit: Hit | None = None
-
-    def next_keys(self) -> list[str]:
-        """The next keys to ask, or an empty list when the hit is decided.
-
-        Raises:
-            PlanStateError: The answers to the last batch are missing.
-        """
-        return self._core.next_keys()
-
-    def feed(self, answers: Sequence[int]) -> None:
-        """Take the answers to the last batch, in its order. Only ``1`` means present.
-
-        Raises:
-            PlanStateError: Nothing was asked.
-            StoreError: There is not one integer per key.
-        """
-        self._core.feed(answers)
+        self._groups = len(scheme.groups)
+        self._remembers = self._tools.memo is not None or self._tools.failed_loads is not None
+        self._call: list[str] | None = None  # the keys of the call that is on its way
+        self._known: list[int | None] = []  # per key of the core's batch, the remembered answer
+        self._skipped = 0  # keys that memos answered
+        self._vouched = 0  # those of them that count as present
+        self._spared = 0  # batches that they answered whole
+        self._result: Hit | None = None
 
     @property
     def asked(self) -> int:
         """Keys asked so far."""
-        return self._core.asked
+        return self._core.asked - self._skipped
 
     @property
     def probes(self) -> int:
         """Calls asked for so far."""
-        return self._core.probes
+        return self._core.probes - self._spared
 
     @property
-    def candidates(self) -> int:
+    def exact_keys(self) -> int:
         """Keys that ``exact`` asks for this request."""
-        return self._core.candidates
+        return self._core.exact_keys
+
+    def next_call(self) -> Call | None:
+        """The next existence call, or None when the hit is decided.
+
+        Raises:
+            PlanStateError: The answer to the last call is missing.
+        """
+        if self._result is not None:
+            return None
+        if self._call is not None:
+            raise PlanStateError("`feed` must be given the answer before the next call")
+        keys = self._core.next_keys()
+        if self._remembers:
+            keys = self._leave_out(keys)
+        if not keys:
+            self._finish(None)
+            return None
+        self._call = keys
+        self._called_at = time.perf_counter()
+        return Call(EXISTS, (keys,))
+
+    def _leave_out(self, keys: list[str]) -> list[str]:
+        """The keys that no memo answers; batches that memos answer whole are fed at once."""
+        while keys:
+            known: list[int | None] = [None] * len(keys)
+            for memo, answer in ((self._tools.memo, 1), (self._tools.failed_loads, 0)):
+                if memo is not None:
+                    found = memo.known(keys)
+                    known = [answer if f else k for f, k in zip(found, known, strict=True)]
+            rest = [key for key, k in zip(keys, known, strict=True) if k is None]
+            self._skipped += len(keys) - len(rest)
+            self._vouched += known.count(1)
+            if self._tools.stats is not None:
+                self._tools.stats.add(memo_keys=known.count(1), avoided_keys=known.count(0))
+            if rest:
+                self._known = known
+                return rest
+            self._spared += 1
+            self._core.feed([k for k in known if k is not None])
+            keys = self._core.next_keys()
+        return keys
+
+    def _taken(self) -> list[str]:
+        """The keys of the call that is answered now."""
+        keys = self._call
+        if keys is None:
+            raise PlanStateError("`feed` must follow a call of `next_call`, got an answer to none")
+        self._call = None
+        self._in_store += time.perf_counter() - self._called_at
+        return keys
+
+    def feed(self, answer: Any) -> None:
+        """Take the answers to the last call, in its order. Only ``1`` means present.
+
+        A negative answer, or one that does not fit the call, leaves its keys unknown. They count as
+        not present in this lookup, and `Hit.unknown` says how many they are. `Hit.cause` names an
+        answer that does not fit.
+
+        Raises:
+            PlanStateError: There was no call.
+        """
+        # The answers can be an object with code of its own: the call is done only when they are
+        # read.
+        keys = self._taken() if self._call is None else self._call
+        if not self._remembers:
+            self._core.feed(answer)
+            self._taken()
+            return
+        given = read_answers(answer, len(keys))
+        if self._call is not keys:
+            raise PlanStateError("`feed` must be given an answer once, got it while it was read")
+        self._taken()
+        if self._tools.memo is not None:
+            self._tools.memo.add(k for k, a in zip(keys, given, strict=True) if a == 1)
+        rest = iter(given)
+        self._core.feed([next(rest) if k is None else k for k in self._known])
+
+    def fail(self, error: BaseException) -> None:
+        """Take what the last call raised: the lookup ends, with a hit of 0 that names the cause.
+
+        Raises:
+            PlanStateError: There was no call.
+            BaseException: ``error`` itself when it says that the call was wrong.
+        """
+        keys = self._taken()
+        self._finish(error, len(keys))
+        if is_wrong_call(error):
+            error.partial_result = self._result  # type: ignore[attr-defined]
+            raise error
+        if self._tools.log is not None:
+            self._tools.log.warning(
+                "the store failed to answer %d keys of a lookup: %r", len(keys), error
+            )
+
+    def _finish(self, cause: BaseException | None, unanswered: int = 0) -> None:
+        core = self._core
+        failed = cause is not None
+        found = None if failed else core.result()
+        if found is None:
+            found = 0, (Bitset.zeros(0),) * self._groups, (0,) * self._groups
+        length = found[0]
+        if self._hints is not None and length:
+            self._hints.learn(
+                self._digests, self._coord.hash_block_size, self._coord.alignment, length
+            )
+        if cause is None and core.malformed:
+            cause = StoreError(
+                "the store must answer every key with an integer, "
+                f"got no usable answer to {core.malformed} of {self.asked} keys",
+                MALFORMED_ANSWER,
+            )
+        other = time.perf_counter() - self._started - self._in_store
+        unknown = core.unknown + unanswered
+        present = core.present - self._vouched
+        self._result = Hit(
+            *found,
+            self.asked,
+            self.probes,
+            present,
+            core.exact_keys,
+            self._in_store,
+            other,
+            unknown,
+            cause,
+            self._held,
+        )
+        if self._tools.stats is None:
+            return
+        self._tools.stats.add(
+            lookups=1,
+            asked_keys=self.asked,
+            present_keys=present,
+            exact_keys=core.exact_keys,
+            probes=self.probes,
+            hit_tokens=length,
+            unknown_keys=unknown,
+            failed_lookups=failed,
+            lookup_store_seconds=self._in_store,
+            lookup_other_seconds=other,
+        )
 
     @property
-    def hit(self) -> Hit:
+    def result(self) -> Hit:
         """The decided hit.
 
         Raises:
-            PlanStateError: Answers are missing.
+            PlanStateError: `next_call` has not returned None yet.
         """
-        if self._hit is None:
-            found = self._core.result()
-            if found is None:
-                raise PlanStateError("`hit` is decided when `next_keys` returns an empty list")
-            core = self._core
-            self._hit = Hit(*found, core.asked, core.probes, core.present, core.candidates)
-        return self._hit
+        if self._result is None:
+            raise PlanStateError("`result` is there when `next_call` has returned None")
+        return self._result
+
+
+def check_digests(scheme: Scheme, digests: BlockHashes, num_tokens: int) -> None:
+    """Refuse digests that do not name every full hash block of the tokens.
+
+    Raises:
+        ArgumentError: There are too few.
+    """
+    unit = scheme.coord.hash_block_size
+    if num_tokens // unit > len(digests):
+        raise ArgumentError(
+            "`hashes` must have one digest for every full hash block, "
+            f"got {len(digests)} digests of {unit} tokens for {num_tokens} tokens"
+        )

@@ -1,7 +1,14 @@
-"""Presence memo: keys that were stored or seen a moment ago are not asked again.
+"""Short memories of keys: known to be present, or known to fail.
 
-Off unless a caller passes one. It trades certainty for calls: an entry may outlive its object, and
-the load then reports the block. Its time must be shorter than the store's lease.
+Both are off unless a caller passes one.
+
+A `PresenceMemo` saves calls: keys that were stored or seen a moment ago are not asked again. An
+entry may outlive its object; the load then reports the block. Its time must be shorter than the
+store's lease.
+
+An `AbsenceMemo` ends a loop. A key can exist and fail to load each time, when the machine that
+holds its bytes is gone: every lookup then hits it, and every load fails. Keys that failed to load
+count as absent for a while.
 """
 
 from __future__ import annotations
@@ -16,24 +23,21 @@ from kvmask.errors import ArgumentError
 from kvmask.groups import check_count
 
 
-class PresenceMemo:
-    """Bounded set of keys known to be present, each for a short time. Safe to share by threads.
+class KeyMemo:
+    """Bounded set of keys, each remembered for a time. Safe to share by threads.
 
     Args:
-        seconds: How long an entry holds. Mooncake's lease is 5 s by default in 0.3.13 and can be
-            configured: stay below it.
+        seconds: How long an entry holds, above 0.
         capacity: Keys; the oldest go first.
         clock: Monotonic seconds, for tests.
 
-    >>> memo = PresenceMemo(seconds=1.0)
-    >>> memo.add(["a"])
-    >>> memo.known(["a", "b"])
-    [True, False]
+    Raises:
+        ArgumentError: A number is out of range.
     """
 
     def __init__(
         self,
-        seconds: float = 2.0,
+        seconds: float,
         capacity: int = 1 << 17,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -50,7 +54,7 @@ class PresenceMemo:
         return len(self._until)
 
     def add(self, keys: Iterable[str]) -> None:
-        """Remember that these keys are present now."""
+        """Remember these keys from now on."""
         until = self._clock() + self._seconds
         with self._lock:
             for key in keys:
@@ -60,13 +64,13 @@ class PresenceMemo:
                 self._until.popitem(last=False)
 
     def known(self, keys: Sequence[str]) -> list[bool]:
-        """For each key, whether it need not be asked."""
+        """For each key, whether it is remembered."""
         now = self._clock()
         with self._lock:
             return [self._until.get(key, -math.inf) > now for key in keys]
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Drop keys: a load or the store said that they are gone."""
+        """Drop keys."""
         with self._lock:
             for key in keys:
                 self._until.pop(key, None)
@@ -75,3 +79,56 @@ class PresenceMemo:
         """Drop everything."""
         with self._lock:
             self._until.clear()
+
+
+class PresenceMemo(KeyMemo):
+    """Keys that are known to be present and need not be asked.
+
+    Args:
+        seconds: How long an entry holds. Stay below the store's lease: an object whose lease ended
+            can be evicted.
+        capacity: Keys; the oldest go first.
+        clock: Monotonic seconds, for tests.
+
+    Raises:
+        ArgumentError: A number is out of range.
+
+    >>> memo = PresenceMemo(seconds=1.0)
+    >>> memo.add(["a"])
+    >>> memo.known(["a", "b"])
+    [True, False]
+    """
+
+    def __init__(
+        self,
+        seconds: float = 2.0,
+        capacity: int = 1 << 17,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(seconds, capacity, clock)
+
+
+class AbsenceMemo(KeyMemo):
+    """Keys that exist and failed to load: lookups take them for absent.
+
+    Args:
+        seconds: How long an entry holds.
+        capacity: Keys; the oldest go first.
+        clock: Monotonic seconds, for tests.
+
+    Raises:
+        ArgumentError: A number is out of range.
+
+    >>> memo = AbsenceMemo(seconds=30.0)
+    >>> memo.add(["a"])
+    >>> memo.known(["a", "b"])
+    [True, False]
+    """
+
+    def __init__(
+        self,
+        seconds: float = 30.0,
+        capacity: int = 1 << 17,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(seconds, capacity, clock)

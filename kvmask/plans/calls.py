@@ -1,0 +1,152 @@
+"""The one protocol of all plans: take the next call, make it, feed the answer back.
+
+A driver is one loop::
+
+    while (call := plan.next_call()) is not None:
+        try:
+            answer = call.run(store)
+        except Exception as error:
+            plan.fail(error)
+        else:
+            plan.feed(answer)
+    result = plan.result
+
+A call has a name and arguments. The names are those of Mooncake's store, and `WAIT`, which waits
+for an event of the caller's and asks the store nothing. An asynchronous driver runs the calls
+elsewhere and waits for them; the loop stays the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+EXISTS = "batch_is_exist"
+PUT = "batch_put_from_multi_buffers"
+GET = "batch_get_into_multi_buffers"
+WAIT = "wait"
+
+
+class Store(Protocol):
+    """The calls that kvmask makes of a store.
+
+    ``mooncake.store.MooncakeDistributedStore`` has them all. Addresses and sizes are in bytes, one
+    row per key.
+    """
+
+    def batch_is_exist(self, keys: list[str], /) -> Sequence[int]:
+        """1 for every key that the store has; renews its lease."""
+        ...
+
+    def batch_put_from_multi_buffers(
+        self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]], /, *config: Any
+    ) -> Sequence[int]:
+        """Write every key from its pieces of memory; one code per key."""
+        ...
+
+    def batch_get_into_multi_buffers(
+        self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]], /
+    ) -> Sequence[int]:
+        """Read every key into its pieces of memory; the bytes read, or a code, per key."""
+        ...
+
+    def register_buffer(self, address: int, size: int, /) -> int:
+        """Make memory known to the transport; 0 when it worked."""
+        ...
+
+    def unregister_buffer(self, address: int, /) -> int:
+        """Undo `register_buffer`; 0 when it worked."""
+        ...
+
+
+class Call(NamedTuple):
+    """One call that a plan wants to be made.
+
+    Attributes:
+        name: `EXISTS`, `PUT`, `GET` or `WAIT`.
+        args: Its positional arguments. The keys come first.
+        num_bytes: Bytes that a put or get moves; 0 otherwise.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    num_bytes: int = 0
+
+    def run(self, store: Any) -> Any:
+        """Make the call, and return the answer that the plan is to be fed with."""
+        if self.name == WAIT:
+            return self.args[0].synchronize()
+        return getattr(store, self.name)(*self.args)
+
+
+class Plan(Protocol):
+    """What `LookupPlan`, `SavePlan` and `LoadPlan` have in common."""
+
+    def next_call(self) -> Call | None:
+        """The next call, or None when all is done.
+
+        Raises:
+            PlanStateError: The answer to the last call is missing.
+        """
+        ...
+
+    def feed(self, answer: Any) -> Any:
+        """Take the answer to the last call. Saves and loads return the failures it brought.
+
+        Raises:
+            PlanStateError: There was no call, or it was answered already.
+        """
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Take the exception that the last call raised.
+
+        Raises:
+            PlanStateError: There was no call, or it was answered already.
+            BaseException: ``error`` itself when it says that the call was wrong (`TypeError`, a
+                missing method) or that the program is to end. It then has an attribute
+                ``partial_result``: what the plan had done by then.
+        """
+        ...
+
+    @property
+    def result(self) -> Any:
+        """What became of the plan.
+
+        Raises:
+            PlanStateError: `next_call` has not returned None yet.
+        """
+        ...
+
+
+def drive(plan: Plan, store: Any) -> Any:
+    """Run a plan against a store, call by call, and return its result."""
+    while (call := plan.next_call()) is not None:
+        try:
+            answer = call.run(store)
+        except BaseException as error:
+            plan.fail(error)
+        else:
+            plan.feed(answer)
+    return plan.result
+
+
+def is_wrong_call(error: BaseException) -> bool:
+    """Whether an exception says that the call itself was wrong, not that the store failed.
+
+    What is no ``Exception`` (an interrupt, a cancelled task) belongs to the caller too.
+    """
+    wrong = (TypeError, AttributeError, NameError, NotImplementedError, AssertionError)
+    return isinstance(error, wrong) or not isinstance(error, Exception)
+
+
+def check_event(event: Any) -> None:
+    """Refuse what cannot be waited for; None is ready.
+
+    Raises:
+        TypeError: It has no ``synchronize``.
+    """
+    if event is not None and not callable(getattr(event, "synchronize", None)):
+        raise TypeError(
+            f"`event` must be a CUDA event or stream with synchronize(), got {type(event).__name__}"
+        )

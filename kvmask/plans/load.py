@@ -1,0 +1,302 @@
+"""LoadPlan: which blocks of a hit come from the store, and where they go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvmask._core import Bitset, BlockHashes, all_as_planned, first_repeated, plan_blocks
+from kvmask.coordinator import Hit
+from kvmask.errors import AlignmentError, ArgumentError, BlockIdError
+from kvmask.groups import check_count
+from kvmask.plans.blocks import BlockPlan, block_tables
+from kvmask.plans.calls import EXISTS, GET, WAIT, Call
+from kvmask.plans.held import Held, held_of
+from kvmask.plans.results import BlockFailure, LoadResult
+from kvmask.plans.scheme import GroupScheme
+from kvmask.plans.tools import PlanTools
+
+
+class LoadPlan(BlockPlan):
+    """Which blocks of a hit come from the store, where they go, and what became of them.
+
+    The plan keeps the layouts, and with them the tensors, alive for as long as it lives. Drive it
+    as `kvmask.plans.calls` says. A get that fails does not hide the ones after it, unless the
+    policy says so. A plan belongs to one thread at a time.
+
+    Args:
+        source: A bound contract, or a Scheme with memory.
+        hashes: One digest for every full hash block of the hit.
+        tables: Per group, by name or in order, the block table that is filled.
+        hit: The hit to load.
+        held: What the engine holds now and need not be loaded; by default what it held at the
+            lookup. It may hold more since, never less.
+        event: CUDA event or stream to wait for before memory is written.
+        tools: Policy, memos and counters; neutral ones by default.
+
+    Raises:
+        ArgumentError: The hit is not one of these groups, or rests on blocks that are not held any
+            more.
+        BlockIdError: A block to be loaded has no entry, the null block, or one outside its layout.
+        PlanStateError: The contract is not bound to memory.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        hashes: BlockHashes | Sequence[bytes],
+        tables: Any,
+        hit: Hit,
+        *,
+        held: Any = None,
+        event: Any = None,
+        tools: PlanTools | None = None,
+    ) -> None:
+        super().__init__(source, hashes, event, tools)
+        scheme, coord = self._scheme, self._scheme.coord
+        rows = block_tables(scheme, tables)
+        self._hit = _checked_hit(hit, len(scheme.groups), coord.hit_alignment)
+        asked: Held | None = hit.held
+        self._held = asked if held is None else held_of(scheme, held)
+        needs = max([hit.length, *hit.tail_tokens])
+        if -(-needs // coord.hash_block_size) > len(self._hashes):
+            raise ArgumentError(
+                "`hashes` must cover the hit, "
+                f"got {len(self._hashes)} digests of {coord.hash_block_size} for {needs} tokens"
+            )
+        for group in scheme.groups:
+            if group.cacheable and len(hit.masks[group.index]):
+                if held is not None and asked is not None:
+                    self._check_held(group, asked)
+                if group.own:
+                    self._plan_group(group, rows[group.index])
+        self._retried: set[int] = set()
+        self._renewing = False
+        self._describe()
+
+    def _check_held(self, group: GroupScheme, asked: Held) -> None:
+        """Refuse to load a hit that rests on blocks which the engine does not hold any more."""
+        mask = self._hit.masks[group.index]
+        then = mask & asked.blocks(group, len(mask))
+        now = Bitset.zeros(len(mask)) if self._held is None else self._held.blocks(group, len(mask))
+        lost = then & ~now
+        if lost.count():
+            raise ArgumentError(
+                "`held` must cover what the hit rests on, "
+                f"got block {lost.indices()[0]} of group {group.name!r} held at the lookup only"
+            )
+
+    def _plan_group(self, group: GroupScheme, table: list[int]) -> None:
+        g, size, null = group.index, group.block_size, self._tools.null_block
+        hit = self._hit
+        mask = Bitset.from_bools(hit.masks[g])
+        start = 0
+        wanted = mask
+        if self._held is not None:
+            item = self._held.groups[g]
+            if group.kind == "full" and isinstance(item, int):
+                start = min(item // size, len(mask))
+                wanted = mask[start:] if start else mask
+            else:
+                wanted = mask & ~self._held.blocks(group, len(mask))
+        planned, ids = plan_blocks(wanted, len(mask), start, table, 1, 0, null)
+        if len(ids) != wanted.count():
+            lost = next(start + i for i in wanted.indices() if i >= len(planned) or not planned[i])
+            got = table[lost] if lost < len(table) else f"{len(table)} entries"
+            raise BlockIdError(
+                "`tables` must name a block for every block of the hit, "
+                f"got {got} for block {lost} of group {group.name!r}"
+            )
+        if not ids:
+            return
+        if first_repeated(ids) >= 0:
+            raise BlockIdError(
+                f"`tables` must name every block once, got a block of group {group.name!r} twice"
+            )
+        tail = None
+        last = len(mask) - 1
+        boundary = hit.tail_tokens[g] or hit.length
+        if wanted[last - start] and boundary != len(mask) * size:
+            coord = self._scheme.coord
+            inside = last * size < boundary < len(mask) * size
+            if not coord.partial_hits or not inside or boundary % coord.hash_block_size:
+                raise ArgumentError(
+                    "`hit.tail_tokens` must be a boundary of the last block, "
+                    f"got {boundary} for block {last} of group {group.name!r}"
+                )
+            planned = planned[: len(planned) - 1]
+            tail = (last, ids[-1], boundary)
+            ids = ids[:-1]
+        self._add(group, planned, start, ids, tail)
+
+    def _describe(self) -> None:
+        addresses, sizes = self._all_descriptors()
+        keys = self.keys
+        # Ranks begin at different keys, so that they read from different places.
+        k = self._scheme.rank % len(keys) if keys else 0
+        if k:
+            self._positions = [*range(k, len(keys)), *range(k)]
+            keys = keys[k:] + keys[:k]
+            addresses = addresses[k:] + addresses[:k]
+            sizes = sizes[k:] + sizes[:k]
+            self._bytes = self._bytes[k:] + self._bytes[:k]
+        self._cut(keys, addresses, sizes, put=False)
+
+    def _next(self) -> Call | None:
+        if not self._calls:
+            return None
+        if (call := self._wait()) is not None:
+            return call
+        start, stop = self._calls[-1]
+        if start in self._retried and not self._renewing:
+            # The existence call renews the lease; its answers say nothing that the get does not.
+            self._renewing = True
+            return Call(EXISTS, (self._batch[0][start:stop],))
+        self._renewing = False
+        return Call(GET, self._slice(), self._planned_bytes())
+
+    def feed(self, answer: Any) -> tuple[BlockFailure, ...]:
+        """Take the answer to the last call; of a get only the planned number of bytes is good.
+
+        When every key of a get has lost its lease and the policy renews leases, the next calls
+        are an existence call, which renews them, and the get once more.
+
+        Returns:
+            The failures that came with this answer.
+
+        Raises:
+            PlanStateError: There was no call.
+        """
+        if self._call in (WAIT, EXISTS):
+            self._take()
+            return ()
+        start, stop = self._range
+        whole = stop - start == len(self._bytes)
+        planned = self._bytes if whole else self._bytes[start:stop]
+        if all_as_planned(answer, planned):
+            self._take()
+            self._moved += len(planned)
+            self._num_bytes += self._call_bytes
+            return ()
+        given = self._read(answer)
+        renew = self._policy.renew_codes
+        again = renew and start not in self._retried and not self._stopped
+        if again and all(code in renew for code in given):
+            self._retried.add(start)
+            self._calls.append((start, stop))
+            return ()
+        refused = False
+        for i, (result, size) in enumerate(zip(given, planned, strict=True), start):
+            if self._policy.loaded(result, size):
+                self._moved += 1
+                self._num_bytes += size
+            else:
+                refused = refused or result < 0
+                self._fail_key(self.position(i), result, None)
+        news = self._news()
+        if refused and self._policy.stops_after_failure:
+            self.stop()
+        return news
+
+    def _fail_call(self, name: str, error: BaseException) -> None:
+        if name == EXISTS:
+            # The renewal failed: so have the keys that it was for.
+            self._renewing = False
+            if not self._calls:
+                return  # `stop` has failed them
+            self._range = self._calls.pop()
+        super()._fail_call(GET if name == EXISTS else name, error)
+
+    def _finish(self) -> None:
+        super()._finish()
+        tools = self._tools
+        if tools.stats is not None:
+            tools.stats.add(
+                loads=1,
+                loaded_keys=self._moved,
+                loaded_bytes=self._num_bytes,
+                load_failed_keys=len(self._failures),
+            )
+        if self._failures:
+            failed = [f.key for f in self._failures]
+            if tools.memo is not None:
+                tools.memo.forget(failed)
+            if tools.failed_loads is not None:
+                tools.failed_loads.add(failed)
+
+    @property
+    def result(self) -> LoadResult:
+        """What became of the load.
+
+        Raises:
+            PlanStateError: `next_call` has not returned None yet.
+        """
+        self._check_finished()
+        invalid: dict[str, set[int]] = {}
+        for f in self._failures:
+            invalid.setdefault(f.name, set()).add(f.block_id)
+        return LoadResult(
+            self._moved,
+            tuple(self._failures),
+            self._num_bytes,
+            {name: sorted(ids) for name, ids in invalid.items()},
+            self._usable() if self._failures else self._hit.length,
+        )
+
+    def _usable(self) -> int:
+        """The longest prefix that the blocks of the hit without the failed ones still give."""
+        coord, hit = self._scheme.coord, self._hit
+        failed: dict[int, list[int]] = {}
+        for f in self._failures:
+            failed.setdefault(f.group, []).append(f.block)
+        present: list[Bitset] = []
+        for group in self._scheme.groups:
+            if not group.cacheable:
+                present.append(Bitset.zeros(0))
+                continue
+            n = len(hit.masks[group.index])
+            good = hit.masks[group.index]
+            if self._held is not None:
+                good = good | self._held.blocks(group, n)
+            bad = sorted(set(failed.get(group.index, [])))
+            good = good & ~Bitset.from_indices(n, bad)
+            scale = group.block_size // coord.hash_block_size if coord.partial_hits else 1
+            if scale > 1:
+                good = _spread(good, scale, hit.length // coord.hash_block_size)
+            present.append(good)
+        return coord.find_hit(present, hit.length, False).length
+
+
+def _spread(blocks: Bitset, scale: int, n: int) -> Bitset:
+    """Bits of hash blocks: those that end inside or with a good block."""
+    return Bitset.from_indices(
+        n, [j for i in blocks.indices() for j in range(i * scale, min((i + 1) * scale, n))]
+    )
+
+
+def _checked_hit(hit: Any, groups: int, alignment: int) -> Hit:
+    if not isinstance(hit, Hit):
+        raise TypeError(f"`hit` must be a Hit, got {type(hit).__name__}")
+    check_count(hit.length, "hit.length", 0)
+    for name, items in (("tail_tokens", hit.tail_tokens), ("masks", hit.masks)):
+        if not isinstance(items, tuple | list):
+            raise TypeError(f"`hit.{name}` must be a tuple, got {type(items).__name__}")
+        if len(items) != groups:
+            raise ArgumentError(
+                f"`hit.{name}` must have one entry per group, got {len(items)} and {groups}"
+            )
+    for tail in hit.tail_tokens:
+        check_count(tail, "hit.tail_tokens", 0)
+    for mask in hit.masks:
+        if not hasattr(mask, "__len__"):
+            raise TypeError(f"`hit.masks` must hold bitsets, got {type(mask).__name__}")
+    held = hit.held
+    if held is not None and (not isinstance(held, Held) or len(held.groups) != groups):
+        raise TypeError(
+            f"`hit.held` must be what a lookup of these groups was told, got {held!r:.200}"
+        )
+    if hit.length % alignment:
+        raise AlignmentError(
+            f"`hit.length` must be a multiple of the alignment, got {hit.length} and {alignment}"
+        )
+    return hit

@@ -1,0 +1,131 @@
+"""What became of a save or a load: every planned key is accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """A block that an engine hands over to be saved under the digest of its own token boundary.
+
+    Recurrent states are saved so where the block table does not keep them, and blocks that a
+    partial hit ends in.
+
+    Attributes:
+        group: Index or name of the group.
+        num_tokens: The boundary: the block holds the state at, or the tokens up to, this length. A
+            multiple of the hash block size.
+        block_id: The block.
+    """
+
+    group: int | str
+    num_tokens: int
+    block_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFailure:
+    """One key that was not moved.
+
+    Attributes:
+        group: Index of the group.
+        name: Name of the group.
+        block: Index of the block in its group.
+        block_id: Its entry in the block table.
+        key: The key.
+        code: The store's return code; for a get also the number of bytes when it was short.
+            `CALL_FAILED` when the call raised or was not made, `MALFORMED_ANSWER` when the answer
+            did not fit the call.
+        cause: What the call raised; None when it answered.
+    """
+
+    group: int
+    name: str
+    block: int
+    block_id: int
+    key: str
+    code: int
+    cause: BaseException | None = field(default=None, compare=False)
+
+
+def describe(failures: Sequence[BlockFailure]) -> str:
+    """Failures in short: how many, which codes, the first three keys, the first cause."""
+    if not failures:
+        return "none"
+    codes = sorted({f.code for f in failures})
+    keys = ", ".join(f.key[:200] for f in failures[:3]) + (", ..." if len(failures) > 3 else "")
+    cause = next((f.cause for f in failures if f.cause is not None), None)
+    because = "" if cause is None else f" ({repr(cause)[:300]})"
+    return f"{len(failures)} with codes {codes[:8]}{because}: {keys}"
+
+
+@dataclass(frozen=True, slots=True)
+class SaveResult:
+    """What became of a save: every planned key is stored, was present, or failed.
+
+    Attributes:
+        stored: Keys written.
+        present: Keys that the store had already.
+        failures: The others, each with its code and cause.
+        mark: Tokens. What this rank has to write below it is in the store; the next save of the
+            request begins here. Where several ranks hold the same bytes, each writes a part: what
+            the others wrote is not known here.
+        writers: How many ranks share the writing, in the group where they are most; with 1 the
+            mark speaks of all bytes.
+        num_bytes: Bytes written.
+        pressure: The store had no room for some of it: worth another try later.
+    """
+
+    stored: int
+    present: int
+    failures: tuple[BlockFailure, ...] = field(repr=False)
+    mark: int
+    writers: int
+    num_bytes: int
+    pressure: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Nothing failed."""
+        return not self.failures
+
+    def __str__(self) -> str:
+        part = "" if self.writers == 1 else f" of this rank's part (1 of {self.writers})"
+        return (
+            f"saved up to token {self.mark}{part}: {self.stored} keys stored "
+            f"({self.num_bytes} bytes), {self.present} present, failed: {describe(self.failures)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """What became of a load: every planned key is loaded or failed.
+
+    Attributes:
+        loaded: Keys read whole.
+        failures: The others, each with its code and cause.
+        num_bytes: Bytes read.
+        invalid: Per group, by name, the block ids that hold nothing that may be used, ascending.
+            Only groups with failures are named.
+        usable_tokens: Tokens of the longest prefix that can be used all the same: the hit's length
+            when nothing failed. The engine computes from here on.
+    """
+
+    loaded: int
+    failures: tuple[BlockFailure, ...] = field(repr=False)
+    num_bytes: int
+    invalid: dict[str, list[int]]
+    usable_tokens: int
+
+    @property
+    def ok(self) -> bool:
+        """Nothing failed."""
+        return not self.failures
+
+    def __str__(self) -> str:
+        return (
+            f"{self.loaded} keys loaded ({self.num_bytes} bytes), {self.usable_tokens} tokens "
+            f"usable, failed: {describe(self.failures)}"
+        )

@@ -1,0 +1,411 @@
+"""SavePlan: which blocks of a computed prefix go to the store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kvmask._core import (
+    Bitset,
+    BlockHashes,
+    all_answered,
+    pick_missing,
+    plan_blocks,
+    read_answers,
+)
+from kvmask.errors import ArgumentError, PlanStateError
+from kvmask.plans.blocks import BlockPlan, Rows, block_tables, check_tokens
+from kvmask.plans.calls import EXISTS, PUT, WAIT, Call
+from kvmask.plans.lookup import check_digests
+from kvmask.plans.policy import CALL_FAILED, NOT_TRIED
+from kvmask.plans.results import BlockFailure, Handoff, SaveResult
+from kvmask.plans.scheme import GroupScheme
+from kvmask.plans.tools import PlanTools
+
+
+class SavePlan(BlockPlan):
+    """Which blocks of a computed prefix go to the store, and what became of them.
+
+    The plan first asks the store which of its keys exist, then puts the others. It keeps the
+    layouts, and with them the tensors, alive for as long as it lives. Drive it as
+    `kvmask.plans.calls` says. A plan belongs to one thread at a time.
+
+    Args:
+        source: A bound contract, or a Scheme with memory.
+        hashes: One digest for every full hash block of the tokens.
+        tables: Per group, by name or in order, the block table from the request's first block on.
+            It may be shorter than the prefix: what it lacks is not saved and the mark stops there.
+        num_tokens: Tokens whose blocks are computed; rounded down to what can be stored.
+        start_token: Everything below is stored already (`SaveResult.mark` of the last save).
+        num_prompt_tokens: Length of the prompt, for the replay boundaries of sparse retention.
+        handoffs: Blocks that are saved under the digest of their own boundary.
+        event: CUDA event or stream to wait for before memory is read.
+        tools: Policy, memos and counters; neutral ones by default.
+        masks: Per group which blocks from ``start_token`` on are worth storing; by default the
+            contract's rule.
+
+    Raises:
+        ArgumentError: The digests do not cover the tokens, or a count is out of range.
+        BlockIdError: A block id is no integer, or lies outside its layout.
+        PlanStateError: The contract is not bound to memory.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        hashes: BlockHashes | Sequence[bytes],
+        tables: Any,
+        num_tokens: int,
+        *,
+        start_token: int = 0,
+        num_prompt_tokens: int | None = None,
+        handoffs: Iterable[Handoff] = (),
+        event: Any = None,
+        tools: PlanTools | None = None,
+        masks: Sequence[Bitset | Sequence[bool] | None] | None = None,
+    ) -> None:
+        super().__init__(source, hashes, event, tools)
+        scheme, coord = self._scheme, self._scheme.coord
+        num_tokens = check_tokens(num_tokens, "num_tokens")
+        start_token = check_tokens(start_token, "start_token")
+        rows = block_tables(scheme, tables)
+        self._start_token = start_token
+        # A mark inside a block says that its first part is stored, under its own key. The block as
+        # a whole is still to come.
+        self._resume = start_token // coord.alignment * coord.alignment
+        self.num_tokens = coord.align(num_tokens)
+        check_digests(scheme, self._hashes, self.num_tokens)
+        if masks is not None:
+            _check_masks(masks, len(rows))
+        self._mark = self.num_tokens
+        self._stage = EXISTS
+        self._twins: dict[int, list[int]] = {}
+        self._present = 0
+        self._pressure = False
+        self._last_word: tuple[int, BaseException | None] | None = None  # of `stop`
+        if self.num_tokens > start_token:
+            if masks is None:
+                masks = coord.store_mask(
+                    self.num_tokens, self._resume, num_prompt_tokens, scheme.states
+                )
+            tails = coord.load_mask(self.num_tokens) if coord.partial_hits else None
+            for group in scheme.groups:
+                if group.cacheable and group.own:
+                    g = group.index
+                    mask = masks[g]
+                    self._plan_group(
+                        group,
+                        mask if mask is None else Bitset.from_bools(mask),
+                        tails[g] if tails else None,
+                        rows[g],
+                    )
+        for handoff in handoffs if isinstance(handoffs, list) else _listed(handoffs):
+            self._hand_over(handoff)
+        if not self._policy.unique_keys:
+            self._twin_keys()
+
+    def _plan_group(
+        self, group: GroupScheme, mask: Bitset | None, needed: Bitset | None, table: list[int]
+    ) -> None:
+        if group.kind == "state" and not self._scheme.states:
+            return
+        size, null = group.block_size, self._tools.null_block
+        end = self.num_tokens // size
+        start = min(-(-self._resume // size), end)
+        if needed is not None and mask is not None:
+            # With hits at every hash block, what a hit at this very end needs is stored too.
+            # Another group can end it earlier, so it can be shorter than the mask.
+            ends = [i - start for i in needed.indices() if start <= i < end]
+            mask = mask | Bitset.from_indices(len(mask), ends)
+        planned, ids = plan_blocks(mask, end, start, table, group.writers, group.turn, null)
+        if len(table) < end:
+            self._mark = min(self._mark, len(table) * size)
+        every = min(end, len(table)) - start
+        if group.kind == "full" and len(ids) < every and null in table[start:end]:
+            # Windows and chunks let go of blocks that no hit needs; here it is a hole.
+            self._mark = min(self._mark, table.index(null, start) * size)
+        tail = None
+        if (
+            self.num_tokens % size
+            and needed is not None
+            and group.kind in ("full", "state")
+            and end % group.writers == group.turn
+        ):
+            if len(table) <= end:
+                self._mark = min(self._mark, end * size)
+            elif table[end] != null:
+                tail = (end, table[end], self.num_tokens)
+        if ids or tail is not None:
+            self._add(group, planned, start, ids, tail)
+
+    def _hand_over(self, handoff: Handoff) -> None:
+        """Add a block that an engine hands over, when it is this rank's to write."""
+        if not isinstance(handoff, Handoff):
+            raise TypeError(f"`handoffs` must hold Handoff, got {type(handoff).__name__}")
+        groups, unit = self._scheme.groups, self._scheme.coord.hash_block_size
+        known = [g for g in groups if handoff.group in (g.index, g.name)]
+        if not known or not known[0].cacheable:
+            raise ArgumentError(
+                "`handoffs` must name cacheable groups of the contract, "
+                f"got {handoff.group!r} and {[g.name for g in groups if g.cacheable]}"
+            )
+        group, boundary = known[0], check_tokens(handoff.num_tokens, "handoffs")
+        if boundary == 0 or boundary % unit or boundary // unit > len(self._hashes):
+            raise ArgumentError(
+                "`handoffs` must end at a hash block that has a digest, "
+                f"got {boundary} tokens and {len(self._hashes)} digests of {unit}"
+            )
+        if handoff.block_id == self._tools.null_block:
+            raise ArgumentError(f"`handoffs` must not name the null block, got {handoff.block_id}")
+        block = -(-boundary // group.block_size) - 1
+        if group.own and block % group.writers == group.turn:
+            self._add(group, None, 0, [], (block, handoff.block_id, boundary))
+
+    def _twin_keys(self) -> None:
+        """Find keys that stand twice in the plan: a block of the table that is handed over too."""
+        if len(set(self.keys)) == len(self.keys):
+            return
+        first: dict[str, int] = {}
+        for i, key in enumerate(self.keys):
+            at = first.setdefault(key, i)
+            if at != i:
+                self._twins.setdefault(at, []).append(i)
+
+    def _next(self) -> Call | None:
+        if self._stage == EXISTS:
+            self._stage = WAIT
+            if self.keys:
+                return Call(EXISTS, (self.keys,))
+        if not self._calls:
+            return None
+        if self._stage == WAIT:
+            self._stage = PUT
+            if (call := self._wait()) is not None:
+                return call
+        keys, addresses, sizes = self._slice()
+        ids = self._group_ids(*self._range) if self._policy.names_groups else None
+        arguments = self._policy.put_arguments(ids)
+        return Call(PUT, (keys, addresses, sizes, *arguments), self._planned_bytes())
+
+    def _group_ids(self, start: int, stop: int) -> list[str]:
+        """Per key of a put, the id of what the store evicts together."""
+        ids: list[str] = []
+        for i in range(start, stop):
+            position = self.position(i)
+            entries, _ = self.entry_of(position)
+            eviction, own = entries.group.eviction, entries.group.own
+            builder = own[(position - entries.first_key) % entries.shards]
+            key = self.keys[position]
+            if eviction is None:
+                ids.append(key)
+            else:
+                digest = key[len(builder.prefix) : len(key) - len(builder.suffix)]
+                ids.append(eviction.prefix + digest + eviction.suffix)
+        return ids
+
+    def feed(self, answer: Any) -> tuple[BlockFailure, ...]:
+        """Take the answer to the last call.
+
+        To the existence call: every key that is not answered with ``1`` will be put, no key twice.
+        To a put: the policy says which codes are success; all else has failed.
+
+        Returns:
+            The failures that came with this answer.
+
+        Raises:
+            PlanStateError: There was no call.
+        """
+        if self._call == WAIT:
+            self._take()
+        elif self._call == EXISTS:
+            self._feed_exists(answer)
+        else:
+            self._feed_put(answer)
+        return self._news()
+
+    def _feed_exists(self, answer: Any) -> None:
+        if not self._twins and self._feed_alike(answer):
+            return
+        given = read_answers(answer, len(self.keys))
+        if self._call != EXISTS:
+            raise PlanStateError("`feed` must be given an answer once, got it while it was read")
+        self._bytes, self._total_bytes = [], 0
+        skip = {i for twins in self._twins.values() for i in twins}
+        keys: list[str] = []
+        addresses: Rows = []
+        sizes: Rows = []
+        chosen: list[tuple[int, int, list[int] | None]] = []
+        every = True
+        for k, entries in enumerate(self._entries):
+            first = entries.first_key
+            stop = self._entries[k + 1].first_key if k + 1 < len(self._entries) else len(self.keys)
+            missing, ordinals = pick_missing(self.keys, given, first, stop)
+            if skip:
+                kept = range(stop - first) if ordinals is None else ordinals
+                ordinals = [i for i in kept if first + i not in skip]
+                missing = [self.keys[first + i] for i in ordinals]
+            every = every and ordinals is None
+            chosen.append((first, stop, ordinals))
+            if not missing:
+                continue
+            rows, pieces = self._descriptors(entries, ordinals)
+            keys += missing
+            addresses += rows
+            sizes += pieces
+        twins = 0
+        if not every:
+            positions: list[int] = []
+            for first, stop, ordinals in chosen:
+                positions += (
+                    range(first, stop) if ordinals is None else [first + i for i in ordinals]
+                )
+            self._positions = positions
+            put = set(positions) if skip else set()
+            twins = sum(len(t) for first, t in self._twins.items() if first in put)
+        self._take()  # only now: a block id that is refused leaves the call unanswered
+        self._present = len(self.keys) - len(keys) - twins
+        self._put(keys, addresses, sizes)
+
+    def _feed_alike(self, answer: Any) -> bool:
+        """Take an existence answer that is the same for every key; False: there is more to it."""
+        n = len(self.keys)
+        if all_answered(answer, n, 1):
+            self._take()
+            self._present = n
+            return True
+        if not all_answered(answer, n, 0):
+            return False
+        self._bytes, self._total_bytes = [], 0
+        addresses, sizes = self._all_descriptors()
+        self._take()
+        self._put(self.keys, addresses, sizes)
+        return True
+
+    def _put(self, keys: list[str], addresses: Rows, sizes: Rows) -> None:
+        """Plan the puts of these keys."""
+        self._cut(keys, addresses, sizes, put=True)
+        if self._last_word is not None:
+            super().stop(*self._last_word)
+
+    def _feed_put(self, answer: Any) -> None:
+        start, stop = self._range
+        if not self._twins and all_answered(answer, stop - start, 0):
+            self._take()
+            self._moved += stop - start
+            self._num_bytes += self._call_bytes
+            return
+        given = self._read(answer)
+        for i, code in enumerate(given, start):
+            twins = self._twins.get(self.position(i), [])
+            if self._policy.stored(code):
+                self._moved += 1
+                self._num_bytes += self._bytes[i]
+                self._present += len(twins)
+            elif code in self._policy.present_codes:
+                self._present += 1 + len(twins)
+            else:
+                self._pressure = self._pressure or code in self._policy.full_codes
+                self._fail_key(self.position(i), code, None)
+
+    def stop(self, code: int = NOT_TRIED, cause: BaseException | None = None) -> None:
+        """Make no further call; see `BlockPlan.stop`.
+
+        While the existence call is on its way, its answer still says which keys are present.
+        """
+        if self._stage == EXISTS:
+            self._stage = WAIT
+            for position in range(len(self.keys)):
+                super()._fail_key(position, code, cause)
+        elif self._call == EXISTS:
+            self._last_word = code, cause
+        super().stop(code, cause)
+
+    def _fail_key(self, position: int, code: int, cause: BaseException | None) -> None:
+        super()._fail_key(position, code, cause)
+        for twin in self._twins.get(position, ()):
+            super()._fail_key(twin, code, cause)
+
+    def _fail_call(self, name: str, error: BaseException) -> None:
+        if name == EXISTS:
+            for position in range(len(self.keys)):
+                super()._fail_key(position, CALL_FAILED, error)
+        else:
+            super()._fail_call(name, error)
+
+    @property
+    def written(self) -> list[tuple[int, list[int]]]:
+        """Per group, the blocks of which something was put and nothing that was put has failed.
+
+        Groups are named by index, blocks ascend.
+        """
+        put = range(len(self.keys)) if self._positions is None else self._positions
+        blocks: dict[int, dict[int, bool]] = {}
+        for position in put if self._stage == PUT else ():
+            entries, i = self.entry_of(position)
+            found = blocks.setdefault(entries.group.index, {})
+            block = entries.blocks[i]
+            found[block] = found.get(block, True) and position not in self._failed
+        return [
+            (group, sorted(block for block, good in found.items() if good))
+            for group, found in sorted(blocks.items())
+        ]
+
+    def _finish(self) -> None:
+        super()._finish()
+        result, tools = self.result, self._tools
+        if tools.stats is not None:
+            tools.stats.add(
+                saves=1,
+                stored_keys=result.stored,
+                stored_bytes=result.num_bytes,
+                save_present_keys=result.present,
+                save_failed_keys=len(result.failures),
+            )
+        if tools.memo is not None or tools.failed_loads is not None:
+            failed = {f.key for f in result.failures}
+            if tools.memo is not None:
+                tools.memo.add(key for key in self.keys if key not in failed)
+            if tools.failed_loads is not None:
+                tools.failed_loads.forget(key for key in self._batch[0] if key not in failed)
+        coord = self._scheme.coord
+        if tools.hints is not None and result.mark:
+            tools.hints.learn(self._hashes, coord.hash_block_size, coord.alignment, result.mark)
+
+    @property
+    def result(self) -> SaveResult:
+        """What became of the save.
+
+        Raises:
+            PlanStateError: `next_call` has not returned None yet.
+        """
+        self._check_finished()
+        mark = self._mark
+        for failure in self._failures:
+            mark = min(mark, failure.block * self._scheme.groups[failure.group].block_size)
+        if mark < self.num_tokens:
+            mark -= mark % self._scheme.coord.alignment
+        return SaveResult(
+            self._moved,
+            self._present,
+            tuple(self._failures),
+            max(mark, self._start_token),
+            self._scheme.writers,
+            self._num_bytes,
+            self._pressure,
+        )
+
+
+def _check_masks(masks: Any, groups: int) -> None:
+    if not isinstance(masks, tuple | list):
+        raise TypeError(f"`masks` must be a sequence of masks, got {type(masks).__name__}")
+    if len(masks) != groups:
+        raise ArgumentError(f"`masks` must hold one mask per group, got {len(masks)} and {groups}")
+
+
+def _listed(handoffs: Any) -> list[Handoff]:
+    try:
+        return list(handoffs)
+    except TypeError:
+        raise TypeError(
+            f"`handoffs` must be a sequence of Handoff, got {type(handoffs).__name__}"
+        ) from None

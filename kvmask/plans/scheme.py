@@ -1,0 +1,138 @@
+"""Scheme: what plans need to know of the groups of one engine, in the form they use it.
+
+A contract gives one for lookups, a bound contract one that also has this rank's memory, and an
+engine's adapter can make its own from the engine's objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvmask._core import BlockHashes, KeyBuilder
+from kvmask.coordinator import Coordinator
+from kvmask.errors import PlanStateError
+from kvmask.groups import ChunkedLocal, Group, Mamba, SlidingWindow
+
+
+class Addresses(Protocol):
+    """Where the blocks of a group lie: what `KVLayout` offers, as far as plans use it."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, over all regions."""
+        ...
+
+    def addresses(self, block_ids: list[int], /) -> tuple[list[list[int]], list[list[int]]]:
+        """Addresses and sizes in bytes, one row per block and one entry per region."""
+        ...
+
+
+def kind_of(group: Group) -> str:
+    """The kind of a group: "full", "window", "chunked" or "state"."""
+    if isinstance(group, SlidingWindow):
+        return "window"
+    if isinstance(group, ChunkedLocal):
+        return "chunked"
+    return "state" if isinstance(group, Mamba) else "full"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScheme:
+    """One KV cache group.
+
+    Attributes:
+        index: Index of the group.
+        name: Its name, for results and messages.
+        kind: "full", "window", "chunked" or "state".
+        block_size: Tokens per block.
+        span: Tokens of its window or attention chunk; 0 for the other kinds.
+        cacheable: Whether it takes part in masks, keys and hits.
+        namespaces: One builder for every rank namespace that must hold a block for the block to be
+            present.
+        own: One builder per shard that this rank saves and loads.
+        layouts: Where the blocks lie, one per shard.
+        writers: How many ranks hold the same bytes and share the writing.
+        turn: This rank writes the blocks ``i`` with ``i % writers == turn``.
+        eviction: Builds the store's group ids, which name what is evicted together.
+    """
+
+    index: int
+    name: str
+    kind: str
+    block_size: int
+    span: int = 0
+    cacheable: bool = True
+    namespaces: tuple[KeyBuilder, ...] = ()
+    own: tuple[KeyBuilder, ...] = ()
+    layouts: tuple[Addresses, ...] = ()
+    writers: int = 1
+    turn: int = 0
+    eviction: KeyBuilder | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """All groups of an engine.
+
+    Attributes:
+        coord: Masks and hits.
+        groups: One entry per group.
+        states: States are saved by their position in the block table; False leaves them to
+            hand-offs.
+        bound: The scheme has memory: saves and loads are possible.
+        rank: Loads of different ranks begin at different keys.
+        check_hashes: Refuses digests that are not of this scheme; None takes all.
+        covers: Whether a lookup demands a digest for every full hash block of its tokens.
+        namespaces: The namespaces of all groups.
+    """
+
+    coord: Coordinator
+    groups: tuple[GroupScheme, ...]
+    states: bool = True
+    bound: bool = False
+    rank: int = 0
+    check_hashes: Callable[[BlockHashes], None] | None = None
+    covers: bool = True
+    namespaces: tuple[tuple[KeyBuilder, ...], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "namespaces", tuple(g.namespaces for g in self.groups))
+
+    def hashes(self, hashes: BlockHashes | Sequence[bytes]) -> BlockHashes:
+        """Digests as the core takes them, refused when they are known to be others."""
+        digests = hashes if isinstance(hashes, BlockHashes) else BlockHashes.from_list(hashes)
+        if self.check_hashes is not None:
+            self.check_hashes(digests)
+        return digests
+
+    @property
+    def writers(self) -> int:
+        """The largest number of ranks that share the writing of a group."""
+        return max((g.writers for g in self.groups if g.cacheable), default=1)
+
+
+def scheme_of(source: Any, *, memory: bool = False) -> Scheme:
+    """The scheme of a contract, of a bound contract, or the scheme itself.
+
+    Args:
+        source: One of these.
+        memory: Whether saves or loads are to be planned.
+
+    Raises:
+        TypeError: It is none of them.
+        PlanStateError: Memory is needed and the contract is not bound to any.
+    """
+    found = getattr(source, "scheme", source)
+    if not isinstance(found, Scheme):
+        raise TypeError(
+            "`source` must be a Contract, a bound contract or a Scheme, "
+            f"got {type(source).__name__}"
+        )
+    if memory and not found.bound:
+        raise PlanStateError(
+            "saves and loads need memory: bind the contract to its layouts with "
+            f"`contract.bind(layouts)` first, got {type(source).__name__}"
+        )
+    return found

@@ -1,0 +1,91 @@
+"""PlanTools: what the plans of one engine share. Hints, memos and counters work inside the plans,
+so they work the same whoever drives them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kvmask._core import MAX_TOKENS, HitHints
+from kvmask.groups import check_count
+from kvmask.plans.costs import DEFAULT_COSTS, CostModel
+from kvmask.plans.memo import AbsenceMemo, PresenceMemo
+from kvmask.plans.metrics import TransferStats
+from kvmask.plans.policy import NEUTRAL, StorePolicy
+
+logger = logging.getLogger("kvmask")
+
+
+class PlanTools:
+    """Policy, costs, memories and counters of plans. Safe to share by threads.
+
+    Args:
+        policy: How the store's codes read and how its calls are cut; the default is neutral.
+        costs: What asking costs.
+        hints: Where earlier hits ended, so that most lookups take one call. True makes a table
+            (8 MiB), None keeps none.
+        memo: Keys that are known to be present and need not be asked for a short time.
+        failed_loads: Keys that exist and failed to load: absent in lookups for a stated time.
+        null_block: The id of a block table's empty entry, which is never transferred; None when
+            there is none.
+        stats: False keeps no counters.
+        log: Where a plan's failures are logged, once per plan; None logs nothing.
+
+    Attributes:
+        stats: TransferStats, the counters of all plans made with these tools, or None.
+
+    Raises:
+        TypeError: An argument is of another kind.
+        ArgumentError: ``null_block`` is negative.
+    """
+
+    __slots__ = ("costs", "failed_loads", "hints", "log", "memo", "null_block", "policy", "stats")
+
+    def __init__(
+        self,
+        policy: StorePolicy = NEUTRAL,
+        *,
+        costs: CostModel = DEFAULT_COSTS,
+        hints: HitHints | bool | None = None,
+        memo: PresenceMemo | None = None,
+        failed_loads: AbsenceMemo | None = None,
+        null_block: int | None = 0,
+        stats: bool = True,
+        log: logging.Logger | None = logger,
+    ) -> None:
+        kinds: tuple[tuple[Any, Any, str, str], ...] = (
+            (policy, StorePolicy, "policy", "a StorePolicy"),
+            (costs, CostModel, "costs", "a CostModel"),
+            (hints, HitHints | bool | None, "hints", "HitHints, a bool or None"),
+            (memo, PresenceMemo | None, "memo", "a PresenceMemo or None"),
+            (failed_loads, AbsenceMemo | None, "failed_loads", "an AbsenceMemo or None"),
+        )
+        for thing, kind, name, shown in kinds:
+            if not isinstance(thing, kind):
+                raise TypeError(f"`{name}` must be {shown}, got {type(thing).__name__}")
+        if null_block is not None:
+            null_block = check_count(null_block, "null_block", 0, MAX_TOKENS)
+        self.policy = policy
+        self.costs = costs
+        self.hints = HitHints() if hints is True else hints or None
+        self.memo = memo
+        self.failed_loads = failed_loads
+        self.null_block = null_block
+        self.log = log
+        self.stats = TransferStats() if stats else None
+
+
+_NO_TOOLS = PlanTools(stats=False)
+
+
+def tools_or_default(tools: PlanTools | None) -> PlanTools:
+    """The tools given, or neutral ones without memories and counters.
+
+    Raises:
+        TypeError: They are something else.
+    """
+    if tools is None:
+        return _NO_TOOLS
+    if not isinstance(tools, PlanTools):
+        raise TypeError(f"`tools` must be PlanTools, got {type(tools).__name__}")
+    return tools
