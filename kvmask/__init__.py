@@ -2,25 +2,49 @@
 
 from kvmask import mooncake
 from kvmask._core import Bitset, BlockHashes, HitHints
+from kvmask.contract import BoundContract, Contract
 from kvmask.coordinator import Coordinator, Hit
 from kvmask.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow
-from kvmask.hashing.chain import BlockHasher, hash_tokens
+from kvmask.hashing import BlockHasher, Hashing, hash_tokens
 from kvmask.keys.strict import StrictKeys
 from kvmask.keys.vllm import VllmKeys
 from kvmask.layout import KVLayout
-from kvmask.plans.blocks import LoadResult, SaveResult
-from kvmask.plans.memo import PresenceMemo
-from kvmask.plans.moves import CostModel, LoadPlan, LookupPlan, SavePlan
+from kvmask.payload import PayloadFacts
+from kvmask.plans import (
+    AbsenceMemo,
+    BlockFailure,
+    Call,
+    CostModel,
+    LoadPlan,
+    LoadResult,
+    LookupPlan,
+    PlanTools,
+    PresenceMemo,
+    SavePlan,
+    SaveResult,
+    Store,
+    StorePolicy,
+    drive,
+)
+from kvmask.ranks import RankGrid
+from kvmask.request import CacheRequest
 from kvmask.transfer import KVTransfer
 
 __all__ = [
+    "AbsenceMemo",
     "Bitset",
+    "BlockFailure",
     "BlockHasher",
     "BlockHashes",
+    "BoundContract",
+    "CacheRequest",
+    "Call",
     "ChunkedLocal",
+    "Contract",
     "Coordinator",
     "CostModel",
     "FullAttention",
+    "Hashing",
     "Hit",
     "HitHints",
     "KVLayout",
@@ -29,13 +53,19 @@ __all__ = [
     "LoadResult",
     "LookupPlan",
     "Mamba",
+    "PayloadFacts",
+    "PlanTools",
     "PresenceMemo",
+    "RankGrid",
     "SavePlan",
     "SaveResult",
     "SlidingWindow",
+    "Store",
+    "StorePolicy",
     "StrictKeys",
     "VllmKeys",
+    "drive",
     "hash_tokens",
     "mooncake",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"

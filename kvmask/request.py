@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from kvmask._core import MAX_TOKENS, BlockHashes
 from kvmask.coordinator import Hit
@@ -16,11 +16,19 @@ from kvmask.plans.results import Handoff, SaveResult
 from kvmask.plans.save import SavePlan
 from kvmask.plans.tools import PlanTools
 
-if TYPE_CHECKING:
-    from kvmask.contract import Contract
-
 # Per block from the first one on that is asked for: (first block, number of blocks) to extra keys.
 ExtraKeys = Sequence[tuple[Any, ...] | None] | Callable[[int, int], Sequence[Any]]
+
+
+class Agreement(Protocol):
+    """What a request needs of its contract."""
+
+    fingerprint: str
+
+    @property
+    def hash_block_size(self) -> int: ...
+    def check_hashes(self, hashes: BlockHashes, /) -> None: ...
+    def hasher(self) -> BlockHasher: ...
 
 
 class CacheRequest:
@@ -56,7 +64,7 @@ class CacheRequest:
 
     def __init__(
         self,
-        contract: Contract,
+        contract: Agreement,
         token_ids: Any = None,
         *,
         hashes: BlockHashes | Sequence[bytes] | None = None,

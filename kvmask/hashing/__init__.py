@@ -10,12 +10,14 @@ from kvmask.hashing.chain import (
 )
 from kvmask.hashing.lmcache import lmcache_chunk_hashes
 from kvmask.hashing.origin import DigestOrigin
+from kvmask.hashing.settings import Hashing
 from kvmask.hashing.sglang import sglang_page_hashes, sglang_seed
 
 __all__ = [
     "ALGORITHMS",
     "BlockHasher",
     "DigestOrigin",
+    "Hashing",
     "chain_hashes",
     "digest_size",
     "hash_tokens",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kvmask._core import BlockHashes
 from kvmask.errors import ArgumentError, HashInputError
-from kvmask.hashing import chain
+from kvmask.hashing.chain import digest_size, start_hash
 
 __all__ = ["Hashing", "check_digests", "start_digest"]
 
@@ -68,7 +68,7 @@ class Hashing:
     check: str | None = None
 
     def __post_init__(self) -> None:
-        chain.digest_size(self.algorithm)
+        digest_size(self.algorithm)
         if self.seed is not None and self.start is not None:
             raise ArgumentError("`seed` and `start` exclude each other, got both")
         if isinstance(self.seed, str) and not _is_unicode(self.seed):
@@ -84,9 +84,9 @@ class Hashing:
             start = _start(self.start)
         elif self.seed is None and self.check is not None:
             start = None
-            chain.start_hash("sha256", "", self.release)  # refuses what is no release
+            start_hash("sha256", "", self.release)  # refuses what is no release
         else:
-            start = chain.start_hash(self.algorithm, self.seed, self.release)
+            start = start_hash(self.algorithm, self.seed, self.release)
         if start is not None:
             found = start_digest(self.algorithm, start)
             if self.check not in (None, found):
@@ -100,7 +100,7 @@ class Hashing:
     @property
     def digest_size(self) -> int:
         """Bytes per digest."""
-        return chain.digest_size(self.algorithm)
+        return digest_size(self.algorithm)
 
     @property
     def start_hash(self) -> bytes:

@@ -8,6 +8,7 @@ from kvmask.mooncake.codes import Code, code_name, is_final, is_pressure, is_suc
 from kvmask.mooncake.config import GIB, MAX_SIZE, MIB, StoreConfig, parse_size
 from kvmask.mooncake.hints import APT_HINT, PIP_HINT, SYSTEM_PACKAGES
 from kvmask.mooncake.master import LocalMaster, find_master, local_master
+from kvmask.mooncake.policy import MooncakePolicy
 
 __all__ = [
     "APT_HINT",
@@ -21,6 +22,7 @@ __all__ = [
     "SYSTEM_PACKAGES",
     "Code",
     "LocalMaster",
+    "MooncakePolicy",
     "StoreConfig",
     "code_name",
     "connect",
