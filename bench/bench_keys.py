@@ -2,9 +2,7 @@
 
 import pytest
 import vllm_side
-from shapes import DIGEST_BYTES, LENGTHS, SHAPES, digests
-
-from kvmask import BlockHashes
+from shapes import DIGEST_BYTES, LENGTHS, SHAPES, block_hashes, digests
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
@@ -15,7 +13,7 @@ def bench_keys(pair, name, tokens):
     masks = shape.coordinator().store_mask(tokens)
     schemas = shape.schemas()
     scales = [g.block_size // shape.hash_block for g in shape.groups]
-    hashes = BlockHashes(buffer, DIGEST_BYTES)
+    hashes = block_hashes(buffer)
 
     def ours():
         return [s.keys(hashes, m, scale=k) for s, m, k in zip(schemas, masks, scales, strict=True)]

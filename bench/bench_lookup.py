@@ -6,9 +6,9 @@
 
 import pytest
 import vllm_side
-from shapes import DIGEST_BYTES, LENGTHS, SHAPES, Always, digests
+from shapes import LENGTHS, SHAPES, Always, block_hashes, digests
 
-from kvmask import BlockHashes, KVLayout, KVTransfer
+from kvmask import KVTransfer
 
 TARGETS = {
     ("dsv4", "exact"): 30,
@@ -29,14 +29,6 @@ CASES = [
 ]
 
 
-def layouts(shape):
-    size = 1 << 20
-    return [
-        KVLayout.from_regions([((g + 1) * size, 64, 64)], 64, storages=[((g + 1) * size, size)])
-        for g in range(len(shape.groups))
-    ]
-
-
 @pytest.mark.parametrize("how", ["exact", "staged", "hinted"])
 @pytest.mark.parametrize(("name", "tokens", "there"), CASES)
 def bench_lookup(pair, name, tokens, there, how):
@@ -44,12 +36,12 @@ def bench_lookup(pair, name, tokens, there, how):
     buffer = digests(shape, tokens)
     store = Always(int(there == "present"))
     strategy = "exact" if how == "exact" else "staged"
-    kv = KVTransfer(
-        store, shape.coordinator(), shape.schemas(), layouts(shape), hints=how == "hinted" or None
-    )
+    contract = shape.contract()
+    kv = KVTransfer(store, contract, hints=how == "hinted" or None)
 
     def ours():
-        return kv.lookup(BlockHashes(buffer, DIGEST_BYTES), tokens, strategy=strategy)
+        request = contract.request(hashes=block_hashes(buffer), num_tokens=tokens)
+        return kv.lookup(request, strategy=strategy)
 
     # The last token is always computed. Without it, round down to the alignment.
     expected = (tokens - 1) // shape.alignment * shape.alignment if there == "present" else 0

@@ -28,12 +28,12 @@ def tables(shape, tokens):
 @pytest.mark.parametrize("name", SHAPES)
 def bench_save_plan(pair, name, tokens):
     shape = SHAPES[name]
-    coord, schemas, places = shape.coordinator(), shape.schemas(), layouts(shape, tokens)
+    bound = shape.contract().bind(layouts(shape, tokens))
     hashes = vllm_side.hash_list(digests(shape, tokens))
     ids = tables(shape, tokens)
 
     def ours():
-        return SavePlan(coord, schemas, places, hashes, ids, tokens, num_prompt_tokens=tokens)
+        return SavePlan(bound, hashes, ids, tokens, num_prompt_tokens=tokens)
 
     expected = shape.keys(digests(shape, tokens), tokens)
     assert ours().keys == expected
@@ -56,14 +56,15 @@ def bench_save(pair, name, present, tokens=131_072):
     hashes = vllm_side.hash_list(digests(shape, tokens))
     ids = tables(shape, tokens)
     keys = len(shape.keys(digests(shape, tokens), tokens))
-    kv = KVTransfer(Always(present), shape.coordinator(), shape.schemas(), layouts(shape, tokens))
+    contract = shape.contract()
+    kv = KVTransfer(Always(present), contract.bind(layouts(shape, tokens)))
 
     def ours():
-        return kv.save(hashes, ids, tokens, num_prompt_tokens=tokens)
+        return kv.save(contract.request(hashes=hashes, num_tokens=tokens), ids, tokens)
 
     result = ours()
     assert (result.stored, result.present) == ((0, keys) if present else (keys, 0))
-    assert result.saved_tokens == tokens
+    assert result.mark == tokens
     theirs = None
     if vllm_side.available():
         store = Always(present)

@@ -24,9 +24,9 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
-from shapes import DIGEST_BYTES, SHAPES, Always, digests
+from shapes import SHAPES, Always, block_hashes, digests
 
-from kvmask import Bitset, BlockHashes, LookupPlan, VllmKeys
+from kvmask import Bitset, LookupPlan, PlanTools, VllmKeys
 
 BASELINE = Path(__file__).with_name("instructions.json")
 DSV4 = SHAPES["dsv4"]
@@ -53,23 +53,23 @@ def search_empty() -> tuple[Callable[[], object], int, int]:
 
 
 def keys() -> tuple[Callable[[], object], int, int]:
-    hashes = BlockHashes(digests(SHAPES["full16"], TOKENS), DIGEST_BYTES)
+    hashes = block_hashes(digests(SHAPES["full16"], TOKENS))
     schema = VllmKeys("DeepSeek-V4")
     return lambda: schema.keys(hashes), len(hashes), 5
 
 
 def plan(strategy: str) -> tuple[Callable[[], object], int, int]:
-    coord, schemas = DSV4.coordinator(), DSV4.schemas()
-    hashes = BlockHashes(digests(DSV4, TOKENS), DIGEST_BYTES)
+    contract, tools = DSV4.contract(), PlanTools()
+    hashes = block_hashes(digests(DSV4, TOKENS))
     store = Always(1)
 
     def run() -> LookupPlan:
-        lookup = LookupPlan(coord, schemas, hashes, TOKENS, strategy=strategy)
-        while asked := lookup.next_keys():
-            lookup.feed(store.batch_is_exist(asked))
+        lookup = LookupPlan(contract, hashes, TOKENS, strategy=strategy, tools=tools)
+        while (call := lookup.next_call()) is not None:
+            lookup.feed(call.run(store))
         return lookup
 
-    if run().hit.length != TOKENS - DSV4.alignment:
+    if run().result.length != TOKENS - DSV4.alignment:
         raise SystemExit("the lookup found a wrong hit")
     return run, run().asked, 5
 

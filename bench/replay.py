@@ -38,9 +38,9 @@ sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
 import traces
 import vllm_side
-from shapes import DIGEST_BYTES, SHAPES, Shape
+from shapes import DIGEST_BYTES, SHAPES, Shape, block_hashes
 
-from kvmask import BlockHashes, HitHints, KVLayout, KVTransfer, mooncake
+from kvmask import Contract, HitHints, KVLayout, KVTransfer, mooncake
 
 BLOCK_BYTES = 16
 # Mooncake's offset allocator (0.3.13.post1) holds at most one object per KiB of a segment, whatever
@@ -137,9 +137,9 @@ class Run:
         }
 
 
-def transfer(shape: Shape, store: Any, memory: Any, **options: Any) -> KVTransfer:
+def transfer(contract: Contract, store: Any, memory: Any, **options: Any) -> KVTransfer:
     """Return a KVTransfer in which all blocks of a group share the same few bytes of `memory`."""
-    groups = len(shape.groups)
+    groups = len(contract.groups)
     stride = len(memory) // groups
     base = ctypes.addressof(memory)
     layouts = [
@@ -150,12 +150,13 @@ def transfer(shape: Shape, store: Any, memory: Any, **options: Any) -> KVTransfe
         )
         for g in range(groups)
     ]
-    return KVTransfer(store, shape.coordinator(), shape.schemas(), layouts, **options)
+    return KVTransfer(store, contract.bind(layouts), **options)
 
 
-def kvmask_lookup(kv: KVTransfer, strategy: str) -> Callable[[int, bytes], int]:
+def kvmask_lookup(contract: Contract, kv: KVTransfer, strategy: str) -> Callable[[int, bytes], int]:
     def call(num_tokens: int, buffer: bytes) -> int:
-        return kv.lookup(BlockHashes(buffer, DIGEST_BYTES), num_tokens, strategy=strategy).length
+        request = contract.request(hashes=block_hashes(buffer), num_tokens=num_tokens)
+        return kv.lookup(request, strategy=strategy).length
 
     return call
 
@@ -208,13 +209,14 @@ def replay(
     """
     counting = Counting(store)
     memories = [ctypes.create_string_buffer(2 * BLOCK_BYTES * len(shape.groups)) for _ in range(3)]
-    exact = transfer(shape, counting, memories[0], hints=None)
-    staged = transfer(shape, counting, memories[1], hints=None)
-    hinted = transfer(shape, counting, memories[2], hints=HitHints(hint_slots))
+    contract = shape.contract()
+    exact = transfer(contract, counting, memories[0], hints=None)
+    staged = transfer(contract, counting, memories[1], hints=None)
+    hinted = transfer(contract, counting, memories[2], hints=HitHints(hint_slots))
     runs = [
-        Run("exact", kvmask_lookup(exact, "exact")),
-        Run("staged", kvmask_lookup(staged, "staged")),
-        Run("hinted", kvmask_lookup(hinted, "staged")),
+        Run("exact", kvmask_lookup(contract, exact, "exact")),
+        Run("staged", kvmask_lookup(contract, staged, "staged")),
+        Run("hinted", kvmask_lookup(contract, hinted, "staged")),
     ]
     if with_vllm:
         runs.insert(0, Run("vLLM", vllm_side.lookup(shape, counting)))
@@ -251,14 +253,9 @@ def replay(
         for g, blocks in enumerate(shape.blocks(request.input_length)):
             if len(tables[g]) < blocks:
                 tables[g] = [1] * blocks
-        result = hinted.save(
-            BlockHashes(buffer, DIGEST_BYTES),
-            tables,
-            request.input_length,
-            start_token=hit,
-            num_prompt_tokens=request.input_length,
-        )
-        failed += len(result.failed)
+        saving = contract.request(hashes=block_hashes(buffer), num_tokens=request.input_length)
+        saving.mark = hit
+        failed += len(hinted.save(saving, tables, request.input_length).failures)
         model.save(request)
         done += 1
         tokens += request.input_length

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvmask import Coordinator, FullAttention, SlidingWindow, VllmKeys
+from kvmask import BlockHashes, Contract, Coordinator, FullAttention, SlidingWindow, VllmKeys
 from kvmask.groups import Group
 
 MODEL = "DeepSeek-V4"
@@ -26,6 +26,15 @@ class Shape:
 
     def coordinator(self) -> Coordinator:
         return Coordinator(self.groups, self.hash_block, self.alignment)
+
+    def contract(self) -> Contract:
+        return Contract(
+            self.groups,
+            self.hash_block,
+            VllmKeys(MODEL),
+            hashing=None,  # the digests are random bytes
+            alignment=self.alignment,
+        )
 
     def schemas(self) -> list[VllmKeys]:
         return [VllmKeys(MODEL, group_id=g) for g in range(len(self.groups))]
@@ -91,6 +100,11 @@ SHAPES = {
         Shape("full16", (FullAttention(16),), 16, 16),
     )
 }
+
+
+def block_hashes(buffer: bytes) -> BlockHashes:
+    """Return digests in one buffer as an engine passes them, without a copy."""
+    return BlockHashes(buffer, DIGEST_BYTES)
 
 
 @functools.lru_cache(4)
