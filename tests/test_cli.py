@@ -11,7 +11,7 @@ from fake_store import EXIST, GET, PUT, REGISTER, FakeStore
 
 from kvmask import Bitset, ChunkedLocal, FullAttention, Mamba, SlidingWindow
 from kvmask.cli import doctor, main
-from kvmask.cli.explain import describe, strip
+from kvmask.cli.explain import describe, draw_mask
 from kvmask.errors import StoreError
 
 PICTURES = """\
@@ -103,11 +103,11 @@ def test_groups_in_words(group, text):
 @pytest.mark.parametrize("num_blocks", [0, 1, 63, 64, 65, 200])
 def test_a_picture_has_no_more_characters_than_asked(num_blocks, width):
     mask = Bitset.from_indices(num_blocks, range(0, num_blocks, 3))
-    for drawn in (strip(mask, num_blocks, width), strip(None, num_blocks, width)):
+    for drawn in (draw_mask(mask, num_blocks, width), draw_mask(None, num_blocks, width)):
         assert len(drawn) <= width
         assert bool(drawn) == (num_blocks > 0)
-    assert set(strip(None, num_blocks, width)) <= {"#"}
-    assert set(strip([False] * num_blocks, num_blocks, width)) <= {"."}
+    assert set(draw_mask(None, num_blocks, width)) <= {"#"}
+    assert set(draw_mask([False] * num_blocks, num_blocks, width)) <= {"."}
 
 
 def test_the_round_trip_names_what_fails():

@@ -15,7 +15,7 @@ import pytest
 
 from kvmask import Bitset, mooncake
 from kvmask.cli import main
-from kvmask.cli.explain import strip
+from kvmask.cli.explain import draw_mask
 
 ROOT = Path(mooncake.__file__).parent.parent.parent
 HUGE = "99999999999999999998"
@@ -121,8 +121,8 @@ def test_a_suffix_is_drawn_as_if_nothing_lay_before(first, width):
     bits = [i % 3 == 0 for i in range(count)]
     whole = [False] * min(first, 20) + bits
     for mask in (bits, Bitset(bits)):
-        assert strip(mask, 20, width, first) == strip(whole, 20, width)
-    assert strip(None, 20, width, first) == strip(
+        assert draw_mask(mask, 20, width, first) == draw_mask(whole, 20, width)
+    assert draw_mask(None, 20, width, first) == draw_mask(
         [False] * min(first, 20) + [True] * count, 20, width
     )
 

@@ -73,18 +73,19 @@ def make_groups(given: Sequence[tuple[str, list[int]]], eagle: Sequence[int] | N
     """
     import kvmask
 
-    makers = {
-        "full": kvmask.FullAttention,
-        "swa": kvmask.SlidingWindow,
-        "chunked": kvmask.ChunkedLocal,
-        "mamba": kvmask.Mamba,
+    makers: dict[str, tuple[Any, tuple[str, ...]]] = {
+        "full": (kvmask.FullAttention, ("block_size",)),
+        "swa": (kvmask.SlidingWindow, ("block_size", "window")),
+        "chunked": (kvmask.ChunkedLocal, ("block_size", "chunk_size")),
+        "mamba": (kvmask.Mamba, ("block_size",)),
     }
     if eagle is not None and any(not 0 <= g < len(given) for g in eagle):
         raise ArgumentError(f"`eagle` must name groups below {len(given)}, got {list(eagle)}")
     groups = []
     for g, (kind, numbers) in enumerate(given):
         flag = eagle is not None and (g in eagle if eagle else kind != "mamba")
-        groups.append(makers[kind](*numbers, eagle=flag))
+        make, names = makers[kind]
+        groups.append(make(**dict(zip(names, numbers, strict=True)), eagle=flag))
     return groups
 
 

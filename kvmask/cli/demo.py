@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 
 from kvmask import mooncake
 from kvmask.cli.explain import describe
+from kvmask.contract import Contract
 from kvmask.coordinator import Coordinator, Hit
 from kvmask.errors import AlignmentError, ArgumentError, MissingDependencyError
 from kvmask.groups import FullAttention, Group, SlidingWindow
-from kvmask.hashing.chain import hash_tokens
 from kvmask.keys.vllm import VllmKeys
 from kvmask.layout import KVLayout
-from kvmask.plans.moves import LookupPlan
+from kvmask.plans.results import BlockFailure
 from kvmask.transfer import KVTransfer
 
 GROUPS: tuple[Group, ...] = (
@@ -168,19 +168,15 @@ class Memory:
 
 
 class Engine:
-    """One engine's KV cache, its block tables, and its connection to the store."""
+    """One engine's KV cache, its block tables, and the layouts of its tensors."""
 
-    def __init__(
-        self, memory: Memory, coord: Coordinator, store: CountingStore, blocks: list[int], seed: int
-    ) -> None:
+    def __init__(self, memory: Memory, blocks: Sequence[int], seed: int) -> None:
         self.memory = memory
-        self.coord = coord
-        self.store = store
         shuffle = random.Random(seed)
         self.tensors: list[list[Any]] = []
-        self.block_ids: list[list[int]] = []
-        layouts = []
-        for g, (group, count) in enumerate(zip(coord.groups, blocks, strict=True)):
+        self.tables: list[list[int]] = []
+        self.layouts: list[KVLayout] = []
+        for g, (group, count) in enumerate(zip(GROUPS, blocks, strict=True)):
             num_blocks = count + count // 4 + 1  # block 0 means "no block" in block tables
             shape = (num_blocks, group.block_size, BYTES_PER_TOKEN)
             start = None if seed == 0 else seed + 100 * g
@@ -188,11 +184,8 @@ class Engine:
                 memory.tensor(shape, None if start is None else start + n) for n in range(LAYERS)
             ]
             self.tensors.append(layers)
-            self.block_ids.append(shuffle.sample(range(1, num_blocks), count))
-            layouts.append(KVLayout.from_tensors(layers, num_blocks=num_blocks))
-        schemas = [VllmKeys(model=MODEL, group_id=g) for g in range(len(coord.groups))]
-        self.schemas = schemas
-        self.transfer = KVTransfer(store, coord, schemas, layouts)
+            self.tables.append(shuffle.sample(range(1, num_blocks), count))
+            self.layouts.append(KVLayout.from_tensors(layers, num_blocks=num_blocks))
 
 
 class Clock:
@@ -219,8 +212,8 @@ def compare(source: Engine, target: Engine, hit: Hit) -> tuple[int, int]:
     memory = source.memory
     for g, mask in enumerate(hit.masks):
         loaded = mask.indices()
-        theirs = [source.block_ids[g][i] for i in loaded]
-        mine = [target.block_ids[g][i] for i in loaded]
+        theirs = [source.tables[g][i] for i in loaded]
+        mine = [target.tables[g][i] for i in loaded]
         for a, b in zip(source.tensors[g], target.tensors[g], strict=True):
             expected = memory.tensor(tuple(b.shape), None)
             expected[mine] = a[theirs]
@@ -240,6 +233,12 @@ def table(rows: list[list[str]]) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def report(say: Callable[[str], None], what: str, failures: Sequence[BlockFailure]) -> None:
+    """Name the first failures of a save or load."""
+    for failure in failures[:3]:
+        say(f"not {what}: {failure.key} code {mooncake.code_name(failure.code)}")
 
 
 def run(
@@ -264,61 +263,49 @@ def run(
     if num_tokens > MAX_TOKENS:
         raise ArgumentError(f"`tokens` must be at most {MAX_TOKENS}, got {num_tokens}")
     tensors = Memory(memory)
-    blocks = [num_tokens // g.block_size for g in coord.groups]
+    blocks = [num_tokens // g.block_size for g in GROUPS]
+    source, target = Engine(tensors, blocks, seed=1), Engine(tensors, blocks, seed=0)
+    contract = Contract(GROUPS, HASH_BLOCK, VllmKeys(model=MODEL), payload=source.layouts)
+    # The saved prompt, and one more token: the last token of a request is always computed.
     tokens = random.Random(7).choices(range(129_280), k=num_tokens + 1)
     clock = Clock()
     with mooncake.local_master() as master:
         stores = [connect(master), connect(master, segment_bytes=0)]
         try:
             first, second = (CountingStore(store) for store in stores)
-            source = Engine(tensors, coord, first, blocks, seed=1)
-            target = Engine(tensors, coord, second, blocks, seed=0)
             say(f"{num_tokens} tokens, {MODEL} shape, {tensors.name}; master at {master.address}")
-            with source.transfer, target.transfer:
-                hashes = clock.run(
-                    "hash tokens", first, lambda: hash_tokens(tokens, block_size=HASH_BLOCK)
-                )
+            with (
+                KVTransfer(first, contract.bind(source.layouts)) as saving,
+                KVTransfer(second, contract.bind(target.layouts)) as loading,
+            ):
+                request = clock.run("hash tokens", first, lambda: contract.request(tokens))
                 saved = clock.run(
                     "save",
                     first,
-                    lambda: source.transfer.save(
-                        hashes, source.block_ids, num_tokens, event=tensors.ready()
-                    ),
+                    lambda: saving.save(request, source.tables, num_tokens, event=tensors.ready()),
                 )
                 stored = Counter(first.put)
-                for failure in saved.failed[:3]:
-                    say(f"not saved: {failure.key} code {mooncake.code_name(failure.code)}")
-                # The lookups are for a later request with the same prompt and one more token.
+                report(say, "saved", saved.failures)
                 exact = clock.run(
-                    "lookup, exact",
-                    second,
-                    lambda: target.transfer.lookup(hashes, num_tokens + 1, strategy="exact"),
+                    "lookup, exact", second, lambda: loading.lookup(request, strategy="exact")
                 )
                 exact_asked = Counter(second.asked)
-                hit = clock.run(
-                    "lookup, staged",
-                    second,
-                    lambda: target.transfer.lookup(hashes, num_tokens + 1),
-                )
+                hit = clock.run("lookup, staged", second, lambda: loading.lookup(request))
                 asked = Counter(second.asked)
                 loaded = clock.run(
                     "load",
                     second,
-                    lambda: target.transfer.load(
-                        hashes, target.block_ids, hit, event=tensors.ready()
-                    ),
+                    lambda: loading.load(request, hit, target.tables, event=tensors.ready()),
                 )
-                for failure in loaded.failed[:3]:
-                    say(f"not loaded: {failure.key} code {mooncake.code_name(failure.code)}")
+                report(say, "loaded", loaded.failures)
                 got = Counter(second.got)
                 total, wrong = compare(source, target, hit)
-                plan = LookupPlan(coord, source.schemas, hashes, num_tokens + 1)
         finally:
             for store in stores:  # before the master ends: without it a client closes slowly
                 store.close()
     head = ["group", "blocks", "stored", "asked exact", "asked staged", "loaded", "without masks"]
     rows = [head]
-    for g, group in enumerate(coord.groups):
+    for g, group in enumerate(GROUPS):
         counts = (blocks[g], stored[g], exact_asked[g], asked[g], got[g], blocks[g])
         rows.append([f"{g} {describe(group)}", *(str(n) for n in counts)])
     sums = (sum(blocks), *(c.total() for c in (stored, exact_asked, asked, got)), sum(blocks))
@@ -338,7 +325,7 @@ def run(
         and saved.ok
         and loaded.ok
         and hit.length == exact.length == num_tokens
-        and exact.asked == plan.candidates
+        and exact.asked == exact.exact_keys
     )
     say(
         f"hit {hit.length} of {num_tokens} tokens; {total} bytes compared, {wrong} differ: "

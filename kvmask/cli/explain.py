@@ -35,7 +35,7 @@ def describe(group: Group) -> str:
     return text if group.prefix_cacheable else text + ", not cacheable"
 
 
-def strip(
+def draw_mask(
     mask: Sequence[bool] | None, num_blocks: int, width: int = 64, first_block: int = 0
 ) -> str:
     """Draw a mask in at most `width` characters.
@@ -49,9 +49,9 @@ def strip(
             stand for fewer.
         first_block: First block of the mask. Blocks before it are drawn as not set.
 
-    >>> strip([False, False, True, True], 4), strip(None, 3)
+    >>> draw_mask([False, False, True, True], 4), draw_mask(None, 3)
     ('..##', '###')
-    >>> strip([False, True] * 4 + [True] * 8, 16, width=4)
+    >>> draw_mask([False, True] * 4 + [True] * 8, 16, width=4)
     '++##'
     """
     if width < 1:
@@ -120,6 +120,6 @@ def explain(
             mask, count = per_group[g], max(0, total - first)
             used = count if mask is None else mask.count()
             # The store mask starts at `start_token`. Blocks before it are not stored again.
-            picture = strip(mask, total, width, first)
+            picture = draw_mask(mask, total, width, first)
             lines.append(f"  {name:6} {picture}  {used} of {count}")
     return "\n".join(lines)

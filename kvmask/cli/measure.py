@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvmask._core import Bitset, BlockHashes
-from kvmask.coordinator import Coordinator
+from kvmask.contract import Contract
 from kvmask.errors import ArgumentError
 from kvmask.groups import FullAttention, Group, SlidingWindow
 from kvmask.keys.vllm import VllmKeys
 from kvmask.layout import KVLayout
-from kvmask.plans.moves import LookupPlan
+from kvmask.plans.lookup import LookupPlan
+from kvmask.plans.tools import PlanTools
 
 SHAPES: dict[str, tuple[Sequence[Group], int]] = {
     "DeepSeek-V4": (
@@ -49,12 +50,12 @@ def best(call: Callable[[], object], repeat: int) -> float:
 
 
 def lookup(
-    coord: Coordinator, schemas: Sequence[VllmKeys], hashes: BlockHashes, tokens: int, how: str
+    contract: Contract, tools: PlanTools, hashes: BlockHashes, tokens: int, how: str
 ) -> LookupPlan:
     """Run a whole lookup. Its store has all keys and takes no time."""
-    plan = LookupPlan(coord, schemas, hashes, tokens, strategy=how)
-    while keys := plan.next_keys():
-        plan.feed([1] * len(keys))
+    plan = LookupPlan(contract, hashes, tokens, strategy=how, tools=tools)
+    while (call := plan.next_call()) is not None:
+        plan.feed([1] * len(call.args[0]))
     return plan
 
 
@@ -75,7 +76,9 @@ def measure(shape: str, num_tokens: int, repeat: int = 5) -> list[tuple[str, flo
     if shape not in SHAPES:
         raise ArgumentError(f"`shape` must be one of {', '.join(SHAPES)}, got {shape!r}")
     groups, hash_block = SHAPES[shape]
-    coord = Coordinator(groups, hash_block_size=hash_block)
+    # The digests are random bytes, so no start hash is needed.
+    contract = Contract(groups, hash_block, VllmKeys("DeepSeek-V4"), hashing=None)
+    coord = contract.coordinator
     if repeat < 1:
         raise ArgumentError(f"`repeat` must be at least 1, got {repeat}")
     if not coord.alignment <= num_tokens <= MAX_TOKENS:
@@ -114,8 +117,13 @@ def measure(shape: str, num_tokens: int, repeat: int = 5) -> list[tuple[str, flo
             len(ids) * REGIONS,
         ),
     ]
+    tools = PlanTools()
     for how in ("exact", "staged"):
-        asked = lookup(coord, schemas, hashes, num_tokens, how).asked
-        seconds = best(lambda how=how: lookup(coord, schemas, hashes, num_tokens, how), repeat)  # type: ignore[misc]
+
+        def run(how: str = how) -> LookupPlan:
+            return lookup(contract, tools, hashes, num_tokens, how)
+
+        asked = run().asked
+        seconds = best(run, repeat)
         rows.append((f"lookup, {how}", seconds, asked))
     return rows
