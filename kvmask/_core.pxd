@@ -1,5 +1,6 @@
 """The contract of `_core`: what csrc offers and what the cdef classes hold."""
 
+from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint8_t, uint64_t
 
 
@@ -77,6 +78,116 @@ cdef extern from "search.h" nogil:
     int64_t km_find_hit(km_search *s, int64_t max_length, bint eagle)
     bint km_tail_boundary(const km_search *s, km_set_state *set, const km_presence *presence,
                           int64_t hit, int64_t *boundary)
+
+
+cdef extern from "hex.h" nogil:
+    void km_hex(const unsigned char *data, int64_t n, char *out)
+
+
+cdef extern from "layout.h" nogil:
+    ctypedef struct km_region:
+        uint64_t base
+        uint64_t size
+        uint64_t stride
+
+    bint km_region_last(const km_region *r, uint64_t num_blocks, uint64_t *last)
+    uint64_t km_region_address(const km_region *r, uint64_t block)
+    bint km_regions_find_overlap(const km_region *r, int64_t n, uint64_t num_blocks,
+                                 int64_t *first, int64_t *second)
+
+
+cdef extern from "serial.h" nogil:
+    const int KM_PICKLE
+    const int KM_CBOR
+    const int KM_PAGES
+
+    ctypedef struct km_tokens:
+        const char *base
+        int64_t stride
+        int width
+
+    uint64_t km_serial_bound(int64_t n_tokens, uint64_t parent, uint64_t extra)
+    bint km_may_split(int64_t n, size_t parent_size, size_t extra_size)
+    int64_t km_take(const km_tokens *t, int64_t first, int64_t n, int64_t *out)
+    size_t km_serialise(int encoding, uint8_t *out, const uint8_t *parent, size_t parent_size,
+                        const int64_t *tokens, int64_t n, const uint8_t *extra, size_t extra_size)
+
+
+cdef extern from "digest.h" nogil:
+    const int KM_NO_DIGEST
+    const int KM_SHA256
+    const int KM_SHA256_EVP
+    const int KM_XXH3_128
+    const int64_t KM_DIGEST_FAILED
+
+    ctypedef struct km_digest:
+        int kind
+        int size
+        void *(*ctx_new)() noexcept
+        void (*ctx_free)(void *) noexcept
+
+    ctypedef struct km_extra:
+        const uint8_t *data
+        size_t size
+
+    ctypedef struct km_chain:
+        const km_digest *digest
+        int encoding
+        int64_t block_size
+        const km_extra *extras
+        int64_t *scratch
+        uint8_t *buffer
+
+    int km_load_sha256(const char *path, bint no_low_level, km_digest *d)
+    int km_load_xxh3(const char *path, km_digest *d)
+    bint km_digest_once(const km_digest *d, void *ctx, const uint8_t *data, size_t n, uint8_t *out)
+    int64_t km_hash_chain(const km_chain *c, const km_tokens *tokens, int64_t first, int64_t n,
+                          const uint8_t *parent, size_t parent_size, uint8_t *out)
+
+
+cdef extern from "Python.h":
+    object PyUnicode_New(Py_ssize_t size, Py_UCS4 maxchar)
+    void *PyUnicode_1BYTE_DATA(object text)
+    PyObject **PySequence_Fast_ITEMS(object o)
+    void PyObject_GC_UnTrack(object op)
+    # Declared with PyObject* so that a fresh int goes into its list without two count updates.
+    PyObject *new_int "PyLong_FromUnsignedLongLong" (unsigned long long value)
+    void set_item "PyList_SET_ITEM" (object list, Py_ssize_t i, PyObject *item)
+
+
+cdef extern from *:
+    """
+    /* Copy exact ints that are not negative, borrowed from items[0..n): no reference is taken,
+       which alone would double the time. Returns how many were copied before one that does not
+       fit. */
+    static Py_ssize_t take_ints(PyObject *const *items, Py_ssize_t n, int64_t *out) {
+        for (Py_ssize_t i = 0; i < n; i++) {
+            PyObject *o = items[i];
+            long long v;
+            int overflow;
+
+            if (!PyLong_CheckExact(o))
+                return i;
+    #if PY_VERSION_HEX >= 0x030C0000
+            if (PyUnstable_Long_IsCompact((PyLongObject *)o))
+                v = PyUnstable_Long_CompactValue((PyLongObject *)o);
+    #else
+            if (Py_SIZE(o) == 1)
+                v = ((PyLongObject *)o)->ob_digit[0];
+    #endif
+            else {
+                v = PyLong_AsLongLongAndOverflow(o, &overflow);
+                if (overflow)
+                    return i;
+            }
+            if (v < 0)
+                return i;
+            out[i] = v;
+        }
+        return n;
+    }
+    """
+    Py_ssize_t take_ints(PyObject *const *items, Py_ssize_t n, int64_t *out)
 
 
 cdef class Bitset:
@@ -189,3 +300,53 @@ cdef class HitHints:
     cdef int64_t mask
     cdef uint64_t tag(self, BlockHashes hashes, int64_t index) except? 0
     cdef int64_t longest(self, BlockHashes hashes, int64_t per_unit, int64_t units) except -1
+
+
+cdef class Regions:
+    cdef km_region *table
+    cdef readonly Py_ssize_t num_regions
+    cdef int64_t blocks  # of every region
+    cdef list size_row  # the regions' sizes, shared by all rows of sizes
+
+
+cdef class BlockRows:
+    cdef readonly object block_bytes
+    cdef object regions
+    cdef list kept  # per block its row, or None
+    cdef Py_ssize_t room  # rows that may still be kept
+    cdef Py_ssize_t width
+    cdef list size_row
+    cdef keep(self, list ids, list made)
+
+
+cdef class TokenIds:
+    # `view` points into `buffer`, into memory that `owner` keeps alive, or at `copied`.
+    cdef km_tokens view
+    cdef int64_t n
+    cdef Py_buffer buffer
+    cdef bint has_buffer
+    cdef int64_t *copied
+    cdef object owner
+    cdef int copy(self, object ids, Py_ssize_t start) except -1
+    cdef int from_buffer(self, object ids) except -1
+    cdef int from_interface(self, object interface) except -1
+    cdef int from_tensor(self, object ids) except -1
+    cdef int set_memory(self, object address, object stride, int width, object n) except -1
+    cdef int check_range(self, int64_t start, int64_t stop) except -1
+
+
+cdef class Digest:
+    cdef km_digest d
+    cdef readonly str kind
+
+
+cdef class Chain:
+    cdef TokenIds ids
+    cdef Digest digest  # None when it is a Python call
+    cdef km_chain c
+    cdef int64_t n  # blocks
+    cdef tuple extras  # keeps alive what `c.extras` points into
+    cdef int refuse(self, int64_t block) except -1
+    cdef bytes serialise(self, int64_t block, bytes parent)
+    cdef bytes run(self, bytes parent)
+    cdef bytes run_calls(self, object digest, bytes parent)

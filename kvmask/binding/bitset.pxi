@@ -1,11 +1,5 @@
 # Bitset: a read-only sequence of bool over uint64 words. See csrc/bits.h for the invariants.
 
-from cpython.buffer cimport PyBUF_FORMAT, PyBUF_ND, PyBUF_STRIDES, PyBUF_WRITABLE
-from cpython.object cimport Py_EQ, Py_NE
-
-import numbers as _numbers
-from collections.abc import Sequence as _Sequence
-
 # 2**32 tokens with one-token blocks; one mask is then 512 MiB.
 MAX_BITS = 1 << 32
 # Below this many bits a fill takes less time than giving the GIL away and back (about 0.1 us).

@@ -1,8 +1,5 @@
 # Which blocks of a block table a save or load touches, and the store's answers about them.
 
-from cpython.list cimport PyList_GET_SIZE
-from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
-
 
 def plan_blocks(mask, n_blocks, start, block_ids, step=1, phase=0, null_block=None):
     """Blocks from ``start`` on that have a mask bit, an entry of the block table and a turn.

@@ -1,20 +1,35 @@
 # BlockHashes: one chained digest per hash block, over a flat buffer or a list of bytes.
 
-from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
-from cpython.bytes cimport (
-    PyBytes_AS_STRING,
-    PyBytes_Check,
-    PyBytes_FromStringAndSize,
-    PyBytes_GET_SIZE,
-)
-from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE, PyList_New, PyList_SET_ITEM
-from cpython.object cimport PyObject
-from cpython.ref cimport Py_INCREF
-
-from functools import partial as _partial
-
 MAX_DIGEST_BYTES = 4096
 cdef Py_ssize_t c_max_digest_bytes = MAX_DIGEST_BYTES
+
+
+cdef object as_origin(object origin):
+    """None or a DigestOrigin, known by its fields: its module is above this one."""
+    if origin is None:
+        return None
+    fields = getattr(origin, "_fields", None) if isinstance(origin, tuple) else None
+    if fields != ("block_size", "algorithm", "start"):
+        raise TypeError(f"`origin` must be a DigestOrigin, got {type(origin).__name__}")
+    return origin
+
+
+cdef bint is_digest(object item) noexcept:
+    return type(item) is bytes and 0 < PyBytes_GET_SIZE(item) <= c_max_digest_bytes
+
+
+cdef bytes as_digest(object item, Py_ssize_t i):
+    try:
+        digest = bytes(memoryview(item))
+    except TypeError:
+        raise HashInputError(
+            f"`digests` must hold bytes-like objects, got {type(item).__name__} at index {i}"
+        ) from None
+    if not is_digest(digest):
+        raise HashInputError(
+            f"a digest must have from 1 to {MAX_DIGEST_BYTES} bytes, got {len(digest)} at index {i}"
+        )
+    return digest
 
 
 cdef class BlockHashes:
@@ -199,34 +214,6 @@ cdef class BlockHashes:
 
 
 _Sequence.register(BlockHashes)
-
-
-cdef object as_origin(object origin):
-    """None or a DigestOrigin, known by its fields: its module is above this one."""
-    if origin is None:
-        return None
-    fields = getattr(origin, "_fields", None) if isinstance(origin, tuple) else None
-    if fields != ("block_size", "algorithm", "start"):
-        raise TypeError(f"`origin` must be a DigestOrigin, got {type(origin).__name__}")
-    return origin
-
-
-cdef bint is_digest(object item) noexcept:
-    return type(item) is bytes and 0 < PyBytes_GET_SIZE(item) <= c_max_digest_bytes
-
-
-cdef bytes as_digest(object item, Py_ssize_t i):
-    try:
-        digest = bytes(memoryview(item))
-    except TypeError:
-        raise HashInputError(
-            f"`digests` must hold bytes-like objects, got {type(item).__name__} at index {i}"
-        ) from None
-    if not is_digest(digest):
-        raise HashInputError(
-            f"a digest must have from 1 to {MAX_DIGEST_BYTES} bytes, got {len(digest)} at index {i}"
-        )
-    return digest
 
 
 cdef BlockHashes as_hashes(object hashes):

@@ -1,114 +1,12 @@
-# Token ids of any container as flat integers, and the chain of block digests over them.
-
-from cpython.buffer cimport (
-    PyBUF_RECORDS_RO,
-    PyBuffer_Release,
-    PyObject_CheckBuffer,
-    PyObject_GetBuffer,
-)
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
-from cpython.list cimport PyList_New, PyList_SET_ITEM
-from cpython.object cimport PyObject
-from cpython.ref cimport Py_INCREF
-
-from itertools import islice as _islice
-from operator import index as _index
-
-
-cdef extern from *:
-    """
-    /* Copy exact ints that are not negative, borrowed from items[0..n): no reference is taken,
-       which alone would double the time. Returns how many were copied before one that does not
-       fit. */
-    static Py_ssize_t
-    km_take_ints(PyObject *const *items, Py_ssize_t n, int64_t *out)
-    {
-        for (Py_ssize_t i = 0; i < n; i++) {
-            PyObject *o = items[i];
-            long long v;
-            int overflow;
-
-            if (!PyLong_CheckExact(o))
-                return i;
-    #if PY_VERSION_HEX >= 0x030C0000
-            if (PyUnstable_Long_IsCompact((PyLongObject *)o))
-                v = PyUnstable_Long_CompactValue((PyLongObject *)o);
-    #else
-            if (Py_SIZE(o) == 1)
-                v = ((PyLongObject *)o)->ob_digit[0];
-    #endif
-            else {
-                v = PyLong_AsLongLongAndOverflow(o, &overflow);
-                if (overflow)
-                    return i;
-            }
-            if (v < 0)
-                return i;
-            out[i] = v;
-        }
-        return n;
-    }
-    """
-    Py_ssize_t km_take_ints(PyObject *const *items, Py_ssize_t n, int64_t *out)
-
-
-cdef extern from "Python.h":
-    PyObject **PySequence_Fast_ITEMS(object o)
-
-
-cdef extern from "digest.h" nogil:
-    const int KM_PICKLE
-    const int KM_CBOR
-    const int KM_PAGES
-    const int KM_NO_DIGEST
-    const int KM_SHA256
-    const int KM_SHA256_EVP
-    const int KM_XXH3_128
-    const int64_t KM_DIGEST_FAILED
-
-    ctypedef struct km_tokens:
-        const char *base
-        int64_t stride
-        int width
-
-    ctypedef struct km_digest:
-        int kind
-        int size
-        void *(*ctx_new)() noexcept
-        void (*ctx_free)(void *) noexcept
-
-    ctypedef struct km_extra:
-        const uint8_t *data
-        size_t size
-
-    ctypedef struct km_chain:
-        const km_digest *digest
-        int encoding
-        int64_t block_size
-        const km_extra *extras
-        int64_t *scratch
-        uint8_t *buffer
-
-    uint64_t km_serial_bound(int64_t n_tokens, uint64_t parent, uint64_t extra)
-    bint km_may_split(int64_t n, size_t parent_size, size_t extra_size)
-    int64_t km_take(const km_tokens *t, int64_t first, int64_t n, int64_t *out)
-    size_t km_serialise(int encoding, uint8_t *out, const uint8_t *parent, size_t parent_size,
-                        const int64_t *tokens, int64_t n, const uint8_t *extra, size_t extra_size)
-    int km_load_sha256(const char *path, bint no_low_level, km_digest *d)
-    int km_load_xxh3(const char *path, km_digest *d)
-    bint km_digest_once(const km_digest *d, void *ctx, const uint8_t *data, size_t n, uint8_t *out)
-    int64_t km_hash_chain(const km_chain *c, const km_tokens *tokens, int64_t first, int64_t n,
-                          const uint8_t *parent, size_t parent_size, uint8_t *out)
-
+# The digest of a block, and the chain of block digests over token ids.
 
 # Tokens from which a call releases the GIL. Below, hashing takes less than about 0.3 ms (blocks of
 # 4) or 0.1 ms (blocks of 16), while taking the GIL back from a busy thread can cost the switch
 # interval, 5 ms.
 HASH_GIL_MIN_TOKENS = 8192
 cdef int64_t c_hash_gil_min_tokens = HASH_GIL_MIN_TOKENS
-# Where the GIL is needed throughout (lists, digests that are Python calls) it is offered to other
-# threads after this many steps, at most about a millisecond.
-cdef Py_ssize_t c_list_step = 1 << 18
+# Digests that are Python calls need the GIL throughout. It is offered to other threads after this
+# many blocks, at most about a millisecond.
 cdef int64_t c_call_step = 1 << 11
 # Keeps the sizes of scratch memory far from overflow.
 MAX_BLOCK_TOKENS = (1 << 31) - 1
@@ -119,237 +17,12 @@ ENCODING_CBOR = KM_CBOR
 ENCODING_PAGES = KM_PAGES
 
 
-cdef int token_error(object value, int64_t i) except -1:
-    if type(value) is int:
-        raise HashInputError(f"token ids must be from 0 to 2**63 - 1, got {value} at index {i}")
-    raise HashInputError(
-        f"token ids must be plain ints, got {type(value).__name__} at index {i}"
-    )
-
-
-cdef tuple listed(object ids):
-    """As many items of a sequence as its length says: iteration alone may never end."""
-    cdef tuple out
-    try:
-        n = len(ids)
-        out = tuple(_islice(ids, n))
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise HashInputError(
-            f"`token_ids` must be a sequence with a length, got {type(ids).__name__}: {error}"
-        ) from error
-    if len(out) != n:
-        raise HashInputError(
-            f"`token_ids` must hold as many tokens as its length says, got {len(out)} and {n}"
-        )
-    return out
-
-
-cdef int64_t said_of_itself(object value, str what, object low, object high) except? -1:
-    """An integer that an array or tensor says of itself: of another type, it is no array."""
-    try:
-        return check_integer(value, f"{what} of `token_ids`", low, high, error=HashInputError)
-    except TypeError as error:
-        raise HashInputError(str(error)) from None
-
-
-cdef class TokenIds:
-    """Token ids as flat 32- or 64-bit integers.
-
-    Arrays and tensors are read in place, and must not change while they are hashed; other sequences
-    are copied. Only plain ints are taken from a sequence: bools and NumPy scalars have another
-    pickle, hence another digest in the engine.
-
-    Args:
-        ids: list, tuple or other sequence of int; or a one-dimensional buffer, array interface or
-            CPU tensor of int32 or int64.
-        start: First token to take, from a list or tuple only.
-
-    Raises:
-        HashInputError: Anything else, or a value out of range in a sequence.
-    """
-
-    cdef km_tokens view
-    cdef int64_t n
-    cdef Py_buffer buffer
-    cdef bint has_buffer
-    cdef int64_t *copied
-    cdef object owner
-
-    def __cinit__(self, ids, Py_ssize_t start=0):
-        self.copied = NULL
-        if type(ids) is list or type(ids) is tuple:
-            self.copy(ids, start)
-        elif start:
-            raise ArgumentError(f"`start` must be 0 for a {type(ids).__name__}, got {start}")
-        elif isinstance(ids, (str, bytes, bytearray)):
-            raise HashInputError(f"`token_ids` must hold integers, got {type(ids).__name__}")
-        elif PyObject_CheckBuffer(ids):
-            self.from_buffer(ids)
-        elif hasattr(ids, "__array_interface__"):
-            self.from_interface(ids.__array_interface__)
-            self.owner = ids
-        elif hasattr(ids, "data_ptr") and hasattr(ids, "stride"):
-            self.from_tensor(ids)
-            self.owner = ids
-        elif hasattr(ids, "__len__") and hasattr(ids, "__getitem__") and type(ids) is not dict:
-            self.copy(listed(ids), 0)
-        else:
-            raise HashInputError(
-                f"`token_ids` must be a sequence, an array or a tensor, got {type(ids).__name__}"
-            )
-
-    def __dealloc__(self):
-        if self.has_buffer:
-            PyBuffer_Release(&self.buffer)
-        free(self.copied)
-
-    def __len__(self):
-        return self.n
-
-    cdef int copy(self, object ids, Py_ssize_t start) except -1:
-        cdef Py_ssize_t n = len(ids) - start, i = 0, step, done
-        if start < 0 or n < 0:
-            raise ArgumentError(f"`start` must be from 0 to {len(ids)}, got {start}")
-        self.copied = <int64_t *>malloc((n or 1) * sizeof(int64_t))
-        if not self.copied:
-            raise MemoryError
-        while i < n:
-            if i:
-                with nogil:
-                    pass
-                if len(ids) != start + n:
-                    raise HashInputError(
-                        "`token_ids` must not change while it is hashed, "
-                        f"got {len(ids)} tokens after {start + n}"
-                    )
-            step = min(n - i, c_list_step)
-            done = km_take_ints(PySequence_Fast_ITEMS(ids) + start + i, step, self.copied + i)
-            if done < step:
-                token_error(ids[start + i + done], start + i + done)
-            i += step
-        self.n = n
-        self.view = km_tokens(<const char *>self.copied, sizeof(int64_t), sizeof(int64_t))
-        return 0
-
-    cdef int from_buffer(self, object ids) except -1:
-        cdef Py_ssize_t stride
-        cdef bytes kind
-        try:
-            PyObject_GetBuffer(ids, &self.buffer, PyBUF_RECORDS_RO)
-        except (BufferError, ValueError) as error:  # a released or indirect view
-            raise HashInputError(f"`token_ids` must have a plain buffer: {error}") from error
-        self.has_buffer = True
-        if self.buffer.ndim != 1:
-            raise HashInputError(
-                f"`token_ids` must have one dimension, got {self.buffer.ndim}"
-            )
-        kind = self.buffer.format if self.buffer.format else b"B"
-        stride = self.buffer.itemsize
-        if kind.lstrip(b"@=<") not in (b"i", b"l", b"q") or stride not in (4, 8):
-            raise HashInputError(
-                f"`token_ids` must be int32 or int64, got format {kind.decode()!r}"
-            )
-        if self.buffer.strides:
-            stride = self.buffer.strides[0]
-        self.view = km_tokens(<const char *>self.buffer.buf, stride, self.buffer.itemsize)
-        self.n = self.buffer.shape[0]
-        return 0
-
-    cdef int from_interface(self, object interface) except -1:
-        cdef int width
-        if not isinstance(interface, dict):
-            raise HashInputError(
-                "`__array_interface__` of `token_ids` must be a dict, "
-                f"got {type(interface).__name__}"
-            )
-        shape, strides = interface.get("shape"), interface.get("strides")
-        kind, data = interface.get("typestr"), interface.get("data")
-        if not isinstance(shape, tuple) or len(shape) != 1:
-            raise HashInputError(f"`token_ids` must have one dimension, got shape {shape!r}")
-        if kind not in ("<i4", "<i8"):
-            raise HashInputError(f"`token_ids` must be int32 or int64, got {kind!r}")
-        if not isinstance(data, tuple) or not data:
-            raise HashInputError(
-                f"`token_ids` must name its data by address, got {type(data).__name__}"
-            )
-        width = int(kind[2])
-        if strides is not None and (not isinstance(strides, tuple) or len(strides) != 1):
-            raise HashInputError(f"`token_ids` must have one stride or none, got {strides!r}")
-        self.set_memory(data[0], width if strides is None else strides[0], width, shape[0])
-        return 0
-
-    cdef int from_tensor(self, object ids) except -1:
-        cdef str kind = str(ids.dtype)
-        cdef int width
-        if ids.dim() != 1:
-            raise HashInputError(f"`token_ids` must have one dimension, got {ids.dim()}")
-        if kind not in ("torch.int32", "torch.int64"):
-            raise HashInputError(f"`token_ids` must be int32 or int64, got {kind}")
-        if ids.device.type != "cpu":
-            raise HashInputError(f"`token_ids` must be on the CPU, got {ids.device}")
-        width = 4 if kind == "torch.int32" else 8
-        # Strides come in elements.
-        self.set_memory(ids.data_ptr(), ids.stride()[0] * width, width, ids.shape[0])
-        return 0
-
-    cdef int set_memory(self, object address, object stride, int width, object n) except -1:
-        cdef int64_t most = <int64_t>1 << 62, end = 0x7FFFFFFFFFFFFFFF
-        cdef int64_t count = said_of_itself(n, "the length", 0, most)
-        cdef int64_t step = said_of_itself(stride, "the stride", -most, most)
-        cdef int64_t base = said_of_itself(address, "the address", 0, end)
-        cdef object last = base + (count - 1) * <object>step if count else base
-        if count and not (base and 0 < last <= end - width):
-            raise HashInputError(
-                "`token_ids` must lie in memory, "
-                f"got {count} tokens at address {base} with stride {step}"
-            )
-        self.view = km_tokens(<const char *><size_t>base, step, width)
-        self.n = count
-        return 0
-
-    def part(self, int64_t start, int64_t stop):
-        """Tokens [start, stop) as a view of the same memory."""
-        cdef TokenIds out
-        self.check_range(start, stop)
-        out = TokenIds(())
-        out.view = self.view
-        out.view.base += start * self.view.stride
-        out.n = stop - start
-        out.owner = self
-        return out
-
-    cdef int check_range(self, int64_t start, int64_t stop) except -1:
-        if not 0 <= start <= stop <= self.n:
-            raise HashInputError(
-                f"`start` and `stop` must be within {self.n} tokens, got {start} and {stop}"
-            )
-        return 0
-
-    def take(self, int64_t start, int64_t stop):
-        """Tokens [start, stop) as a new tuple of ints.
-
-        Raises:
-            HashInputError: One of them is negative.
-        """
-        cdef int64_t i, value
-        self.check_range(start, stop)
-        out = []
-        for i in range(start, stop):
-            if km_take(&self.view, i, 1, &value) < 0:
-                token_error(value, i)
-            out.append(value)
-        return tuple(out)
-
-
 cdef class Digest:
     """A digest function of a library that is loaded already, called without the interpreter.
 
     Attributes:
         kind: "sha256", "sha256-evp" or "xxh3_128".
     """
-
-    cdef km_digest d
-    cdef readonly str kind
 
     @staticmethod
     def sha256(path, bint low_level=True):
@@ -457,12 +130,6 @@ def split_digests(bytes flat not None, Py_ssize_t size):
 cdef class Chain:
     """One run over token ids: what does not change from block to block, and its scratch memory."""
 
-    cdef TokenIds ids
-    cdef Digest digest
-    cdef km_chain c
-    cdef int64_t n
-    cdef object extras
-
     def __cinit__(self, TokenIds ids not None, int64_t block_size, int encoding, Digest digest,
                   list extras):
         cdef uint64_t largest = 0
@@ -474,7 +141,7 @@ cdef class Chain:
             )
         self.ids = ids
         self.digest = digest
-        self.extras = None if extras is None else tuple(extras)  # keeps the bytes alive
+        self.extras = None if extras is None else tuple(extras)
         self.n = ids.n // block_size
         self.c.digest = &digest.d if digest is not None else NULL
         self.c.encoding = encoding

@@ -11,6 +11,16 @@ cdef inline int64_t hint_step(int64_t alignment) noexcept:
     return alignment * km_ceil_div(c_step_tokens, alignment)
 
 
+cdef int64_t steps(BlockHashes digests, hash_block, alignment, num_tokens, int64_t *per_unit,
+                   int64_t *unit) except -1:
+    """Steps of a prefix that have a digest; also hash blocks and tokens per step."""
+    unit[0] = hint_step(as_int64(alignment, "alignment", 1, c_max_tokens))
+    per_unit[0] = unit[0] // as_int64(hash_block, "hash_block", 1, unit[0])
+    return min(
+        as_int64(num_tokens, "num_tokens", 0, c_max_tokens) // unit[0], digests.n // per_unit[0]
+    )
+
+
 cdef class HitHints:
     """A fixed-size table of prefix digests that were reusable a moment ago.
 
@@ -87,13 +97,3 @@ cdef class HitHints:
         for i in range(self.longest(digests, per_unit, units) + 1, units + 1):
             value = self.tag(digests, i * per_unit - 1)
             self.slots[value & self.mask] = value
-
-
-cdef int64_t steps(BlockHashes digests, hash_block, alignment, num_tokens, int64_t *per_unit,
-                   int64_t *unit) except -1:
-    """Steps of a prefix that have a digest; also hash blocks and tokens per step."""
-    unit[0] = hint_step(as_int64(alignment, "alignment", 1, c_max_tokens))
-    per_unit[0] = unit[0] // as_int64(hash_block, "hash_block", 1, unit[0])
-    return min(
-        as_int64(num_tokens, "num_tokens", 0, c_max_tokens) // unit[0], digests.n // per_unit[0]
-    )

@@ -1,9 +1,5 @@
 # The one check of an integer argument.
 
-from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
-
-import operator as _operator
-
 # A longer integer is not written out in a message: Python refuses past some thousands of digits.
 cdef int c_shown_bits = 256
 

@@ -1,15 +1,5 @@
 # Store keys: prefix + hex digest + suffix, written straight into new str objects.
 
-
-cdef extern from "Python.h":
-    object PyUnicode_New(Py_ssize_t size, Py_UCS4 maxchar)
-    void *PyUnicode_1BYTE_DATA(object text)
-
-
-cdef extern from "hex.h" nogil:
-    void km_hex(const unsigned char *data, int64_t n, char *out)
-
-
 cdef const char *HEX_DIGITS = "0123456789abcdef"
 
 

@@ -1,27 +1,4 @@
-"""Regions and addresses over csrc/layout.h."""
-
-from operator import index as _index
-
-from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
-
-
-cdef extern from "Python.h":
-    # Declared with PyObject* so that a fresh int goes into its list without two count updates.
-    PyObject *new_int "PyLong_FromUnsignedLongLong" (unsigned long long value)
-    void set_item "PyList_SET_ITEM" (object list, Py_ssize_t i, PyObject *item)
-    void PyObject_GC_UnTrack(object op)
-
-
-cdef extern from "layout.h" nogil:
-    ctypedef struct km_region:
-        uint64_t base
-        uint64_t size
-        uint64_t stride
-
-    bint km_region_last(const km_region *r, uint64_t num_blocks, uint64_t *last)
-    uint64_t km_region_address(const km_region *r, uint64_t block)
-    bint km_regions_find_overlap(const km_region *r, int64_t n, uint64_t num_blocks,
-                                 int64_t *first, int64_t *second)
+# Regions and addresses over csrc/layout.h, and block ids of any container.
 
 
 cdef list _id_list(object block_ids):
@@ -47,7 +24,7 @@ cdef object _id_int(object item, Py_ssize_t i):
     value = item.tolist() if hasattr(item, "tolist") else item
     if not isinstance(value, bool):
         try:
-            return _index(value)
+            return _operator.index(value)
         except TypeError:
             pass
     raise BlockIdError(
@@ -67,11 +44,6 @@ cdef class Regions:
         LayoutError: A value does not fit 64 bits without a sign, a size is zero, pieces of one
             region overlap, or an address of the table does not fit in 64 bits.
     """
-
-    cdef km_region *table
-    cdef readonly Py_ssize_t num_regions
-    cdef int64_t blocks
-    cdef list size_row
 
     def __cinit__(self, list given not None, object num_blocks):
         cdef tuple regions = tuple(given)  # a row's own code could shorten the list

@@ -1,8 +1,5 @@
 # What the vLLM adapter asks of Python containers: digests in a set, answers that are not 1.
 
-from cpython.long cimport PyLong_AsLongLongAndOverflow
-from cpython.set cimport PySet_Contains
-
 
 def present_bits(hashes, exists, group, scale, n):
     """Which blocks of a group a set of (group, digest) holds.
@@ -120,22 +117,16 @@ def total_bytes(list sizes not None):
     return total
 
 
-cdef object _ZERO = 0
-
-
 cdef class BlockRows:
     """Address rows of a region table, kept per block: the pool's blocks come again and again.
 
     Args:
         regions: Regions.
         most: Addresses to keep, about 40 bytes each; rows past that are made every time.
-    """
 
-    cdef object regions
-    cdef list kept
-    cdef Py_ssize_t room
-    cdef Py_ssize_t width
-    cdef list size_row
+    Attributes:
+        block_bytes: Bytes of one block, over all regions.
+    """
 
     def __cinit__(self, regions, Py_ssize_t most):
         self.regions = regions
@@ -143,6 +134,7 @@ cdef class BlockRows:
         self.room = most // self.width
         self.kept = []
         self.size_row = regions.addresses([0])[1][0]
+        self.block_bytes = sum(self.size_row)
 
     def addresses(self, list ids not None):
         """(Rows of addresses, rows of sizes), one per block id; nobody may change them.
