@@ -16,7 +16,7 @@ C_FLAGS := -std=c11 -g -O1 -Wall -Wextra -Werror -Ikvmask/csrc \
 	-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 ASAN := build/asan
 # What `make test-vllm` runs of vLLM itself: its connector's tests, and whole engines.
-VLLM_SUITES ?= 0.32.0 0.33.0 0.28.0 0.24.0
+VLLM_SUITES ?= $(shell python3 kvmask/versions.py)
 VLLM_MODELS ?= llama gemma hybrid eagle
 
 .PHONY: help

@@ -12,19 +12,14 @@ nothing.
 from __future__ import annotations
 
 import argparse
+import runpy
 import sys
 import tarfile
 import tempfile
 from pathlib import Path
 
-VERSIONS_FILE = Path(__file__).with_name("vllm_versions.sh")
-
-
-def pinned() -> dict[str, str]:
-    """Return the names and values of vllm_versions.sh."""
-    lines = VERSIONS_FILE.read_text().splitlines()
-    pairs = (line.partition("=") for line in lines if line and not line.startswith("#"))
-    return {name: value.strip('"') for name, _, value in pairs}
+# Read as a file: kvmask itself may not be built here.
+VERSIONS = runpy.run_path(str(Path(__file__).resolve().parent.parent / "kvmask" / "versions.py"))
 
 
 def download(version: str, folder: str) -> Path:
@@ -72,7 +67,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("version", choices=pinned()["VLLM_SOURCES"].split())
+    parser.add_argument("version", choices=VERSIONS["VLLM"])
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
     print(source(args.version, args.folder))

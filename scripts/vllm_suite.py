@@ -22,6 +22,8 @@ from pathlib import Path
 
 from vllm_source import source
 
+from kvmask.versions import VLLM_INSTALLED
+
 # Tests that pass with stock vLLM, per file.
 PASSING = {
     "0.24.0": {"coordinator": 26, "worker": 61, "hma_e2e": 3},
@@ -29,14 +31,13 @@ PASSING = {
     "0.32.0": {"coordinator": 38, "worker": 203, "layout": 9, "hma_e2e": 9},
     "0.33.0": {"coordinator": 40, "worker": 203, "layout": 9, "hma_e2e": 9},
 }
-INSTALLED = "0.32.0"
 PROJECT = Path(__file__).resolve().parent.parent
 IN_PLACE = "import kvmask.vllm\n\nkvmask.vllm.install(lookup='exact')\n"
 
 
 def run_file(name: str, unpacked: Path, work: Path, args: argparse.Namespace) -> tuple[int, int]:
     """Run the tests of one file. Return the number of passed and of failed tests."""
-    overlay = [] if args.version == INSTALLED else [str(unpacked)]
+    overlay = [] if args.version == VLLM_INSTALLED else [str(unpacked)]
     paths = [str(work), str(PROJECT), *overlay]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore"]
     if not args.stock:
