@@ -17,20 +17,27 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reference import ReferenceCoordinator, align_down, window_need
+from reference import ReferenceCoordinator, align_down
+from rig import ask, scheme_of
 
 from kvmask import (
+    Bitset,
     ChunkedLocal,
     Coordinator,
     CostModel,
     FullAttention,
+    HitHints,
     LookupPlan,
     Mamba,
+    PlanTools,
     SlidingWindow,
     VllmKeys,
 )
+from kvmask.plans import Held
 
 WORD_EDGES = (63, 64, 65, 127, 128, 129)
+# A prefix hit of its own: of all groups; of full attention alone; any blocks of any group.
+HELD = ("prefix", "full", "blocks")
 # Calls beyond those of a growing run and a doubling search over boundaries (see `bound`).
 SPARE_CALLS = 4
 
@@ -47,7 +54,8 @@ class Case:
     num_hashes: int
     present: tuple[tuple[tuple[bool, ...], ...], ...]  # per group, per rank namespace, per entry
     local_tokens: int
-    local_windows: bool
+    held: str  # one of HELD: how the engine says what it holds
+    blocks: tuple[tuple[bool, ...], ...]  # per group, when it says it block by block
     hint: int
     costs: CostModel
 
@@ -133,6 +141,13 @@ def random_case(seed: int, index: int) -> Case:
     costs = CostModel(
         call=rng.choice((1.0, 2.0, 5.0, 430.0)), missing=1.0, miss_rate=rng.choice((0, 0.1, 1.0))
     )
+    local_tokens = rng.choice((0, 0, near, near + rng.randint(0, common), 1 << 32))
+    held = "prefix" if rng.random() < 0.5 else "full"
+    hint = rng.choice((0, near, near, rng.randint(0, num_tokens), 1 << 32))
+    blocks: list[tuple[bool, ...]] = []
+    if rng.random() < 0.3:
+        held = "blocks"
+        blocks = [random_units(rng, num_hashes * hash_block // g.block_size) for g in groups]
     return Case(
         groups=tuple(groups),
         hash_block=hash_block,
@@ -141,9 +156,10 @@ def random_case(seed: int, index: int) -> Case:
         num_tokens=num_tokens,
         num_hashes=num_hashes,
         present=tuple(present),
-        local_tokens=rng.choice((0, 0, near, near + rng.randint(0, common), 1 << 32)),
-        local_windows=rng.random() < 0.5,
-        hint=rng.choice((0, near, near, rng.randint(0, num_tokens), 1 << 32)),
+        local_tokens=local_tokens,
+        held=held,
+        blocks=tuple(blocks),
+        hint=hint,
         costs=costs,
     )
 
@@ -175,6 +191,42 @@ def contents(case: Case) -> set[str]:
     return held
 
 
+def held_blocks(case: Case, g: int) -> set[int]:
+    """Blocks of a group that the engine holds itself, by what a position of the request attends.
+
+    After a prefix hit of its own the engine goes on at token ``local_tokens``: it has the blocks
+    that lie wholly before and hold a token which that position can see.
+    """
+    group, tokens = case.groups[g], case.local_tokens
+    if case.held == "blocks":
+        return {i for i, there in enumerate(case.blocks[g]) if there}
+    size = group.block_size
+    whole = range(min(tokens // size, len(case.present[g][0]) + 1))
+    if isinstance(group, FullAttention):
+        return set(whole)
+    if case.held == "full" or isinstance(group, Mamba):
+        return set()
+    if isinstance(group, SlidingWindow):
+        seen = tokens - (group.window + group.extra_retained_tokens - 1)
+    else:
+        seen = tokens - tokens % group.chunk_size
+    return {i for i in whole if (i + 1) * size > seen}
+
+
+def held_argument(case: Case) -> tuple[Any, int]:
+    """What a plan is told of that, and the length that a hit must pass to be of use."""
+    if case.held == "prefix":
+        return case.local_tokens, case.local_tokens
+    if case.held == "full":
+        tokens = tuple(
+            case.local_tokens if isinstance(g, FullAttention) else 0 for g in case.groups
+        )
+        return Held(tokens, case.local_tokens), case.local_tokens
+    bits = tuple(Bitset(row) for row in case.blocks)
+    # Blocks say nothing of a hit of the engine's own here: that is tested by itself.
+    return Held(bits, 0), 0
+
+
 def expected(case: Case) -> tuple[int, list[list[bool]], tuple[int, ...]]:
     """The reference's lookup, with what the engine holds itself counted as present."""
     nothing = 0, [[] for _ in case.groups], (0,) * len(case.groups)
@@ -183,7 +235,8 @@ def expected(case: Case) -> tuple[int, list[list[bool]], tuple[int, ...]]:
         return nothing
     coord = ReferenceCoordinator(*case.args)
     lists = []
-    for group, rows, mask in zip(case.groups, case.present, coord.lookup_mask(asked), strict=True):
+    masks = coord.lookup_mask(asked)
+    for g, (group, rows, mask) in enumerate(zip(case.groups, case.present, masks, strict=True)):
         if not group.prefix_cacheable:
             lists.append([])
             continue
@@ -194,31 +247,40 @@ def expected(case: Case) -> tuple[int, list[list[bool]], tuple[int, ...]]:
             all(row[i] for row in rows) and (case.partial or mask is None or mask[i])
             for i in range(n)
         ]
-        stop = case.local_tokens // group.block_size
-        local = range(0)
-        if isinstance(group, FullAttention):
-            local = range(min(stop, n))
-        elif isinstance(group, SlidingWindow) and case.local_windows:
-            local = range(min(n, max(0, stop - window_need(group, False))), min(stop, n))
-        for block in local:
+        for block in held_blocks(case, g):
             if (block + 1) * per_block - 1 < n:
                 units[(block + 1) * per_block - 1] = True
         lists.append(units)
     hit, masks, tails = coord.find_hit(lists, asked)
     if hit >= case.num_tokens:
         hit, masks, tails = coord.find_hit(lists, align_down(case.num_tokens - 1, case.unit))
-    if case.local_tokens and hit <= case.local_tokens:
+    local = held_argument(case)[1]
+    if local and hit <= local:
         return nothing
     return hit, [list(m) for m in masks], tails
 
 
+class OneHint(HitHints):
+    """Predicts one length, whatever was learned."""
+
+    tokens: int
+
+    def __new__(cls, tokens: int) -> OneHint:
+        made = super().__new__(cls, 1)
+        made.tokens = tokens
+        return made
+
+    def predict(self, *_: Any) -> int:
+        return self.tokens
+
+    def learn(self, *_: Any) -> None:
+        pass
+
+
 def drive(plan: LookupPlan, held: set[str]) -> list[list[str]]:
     """Answer a plan from a set of keys; the batches it asked."""
-    batches = []
-    while keys := plan.next_keys():
-        batches.append(keys)
-        plan.feed([int(key in held) for key in keys])
-        assert len(batches) < 500
+    batches = ask(plan, held)
+    assert len(batches) < 500
     return batches
 
 
@@ -236,29 +298,27 @@ def bound(case: Case) -> int:
 
 
 def result(plan: LookupPlan) -> tuple[int, list[list[bool]], tuple[int, ...]]:
-    hit = plan.hit
+    hit = plan.result
     return hit.length, [list(m) for m in hit.masks], hit.tail_tokens
 
 
 def check(case: Case) -> int:
     """Everything that holds for every case; the calls that staged took."""
-    coord = Coordinator(*case.args)
     names = schemas(case)
     held = contents(case)
     hashes = digests(case.num_hashes)
     wanted = expected(case)
+    # Digests may end before the tokens do, as an engine's adapter is free to have it.
+    scheme = scheme_of(Coordinator(*case.args), schemas=names, covers=False)
 
     def plan(strategy: str, hint: int) -> LookupPlan:
         return LookupPlan(
-            coord,
-            names,
+            scheme,
             hashes,
             case.num_tokens,
-            case.local_tokens,
-            strategy,
-            local_windows=case.local_windows,
-            hint=hint,
-            costs=case.costs,
+            held=held_argument(case)[0],
+            strategy=strategy,
+            tools=PlanTools(costs=case.costs, hints=OneHint(hint) if hint else None),
         )
 
     exact = plan("exact", 0)
@@ -268,13 +328,12 @@ def check(case: Case) -> int:
     all_keys = [key for batch in batches for key in batch]
     allowed = set(all_keys)
     assert len(allowed) == len(all_keys), "exact asks a key twice"
-    if not case.local_tokens:
-        assert exact.candidates == len(all_keys)
-    for group, rows, row_names in zip(case.groups, case.present, names, strict=True):
-        if isinstance(group, FullAttention) and group.prefix_cacheable and not case.partial:
-            first = case.local_tokens // group.block_size
-            scale = case.scale(group)
-            for i in range(min(first, len(rows[0]))):
+    if case.held != "blocks" and not case.local_tokens:
+        assert exact.exact_keys == len(all_keys)
+    for g, (group, row_names) in enumerate(zip(case.groups, names, strict=True)):
+        if group.prefix_cacheable:
+            scale = group.block_size // case.hash_block
+            for i in held_blocks(case, g):
                 digest = (b"%08x" % ((i + 1) * scale - 1)).hex()
                 assert all(f"{n.prefix}@{digest}" not in allowed for n in row_names)
     calls = 0
@@ -288,7 +347,7 @@ def check(case: Case) -> int:
         assert set(keys) <= allowed, sorted(set(keys) - allowed)[:3]
         assert staged.asked == len(keys)
         assert staged.probes == len(batches)
-        assert staged.hit.present == sum(key in held for key in keys)
+        assert staged.result.present == sum(key in held for key in keys)
         assert len(batches) <= min(limit, len(keys)), (hint, len(batches), limit)
         calls = max(calls, len(batches))
     return calls

@@ -5,8 +5,19 @@ here are the right ones. Block `i` of a group ends at token `(i + 1) * block_siz
 """
 
 import pytest
+from rig import ask, scheme_of
 
-from kvmask import Bitset, ChunkedLocal, Coordinator, FullAttention, Mamba, SlidingWindow
+from kvmask import (
+    Bitset,
+    BlockHashes,
+    ChunkedLocal,
+    Coordinator,
+    FullAttention,
+    LookupPlan,
+    Mamba,
+    SlidingWindow,
+    VllmKeys,
+)
 from kvmask.errors import AlignmentError
 
 
@@ -26,9 +37,6 @@ def bits(text):
 
 def lookup(coord, present, num_tokens, strategy="exact"):
     """The hit of a whole lookup, against a store that holds `present`."""
-    plan_module = pytest.importorskip("kvmask.plans.moves")
-    from kvmask import BlockHashes, VllmKeys
-
     unit = coord.hash_block_size
     digests = [i.to_bytes(4, "big") for i in range(num_tokens // unit)]
     schemas = [VllmKeys(model="m", group_id=g) for g in range(len(coord.groups))]
@@ -37,12 +45,14 @@ def lookup(coord, present, num_tokens, strategy="exact"):
         scale = 1 if coord.partial_hits else group.block_size // unit
         named = digests[scale - 1 :: scale]
         stored.update(schema.key(d) for d, there in zip(named, units, strict=False) if there)
-    plan = plan_module.LookupPlan(
-        coord, schemas, BlockHashes.from_list(digests), num_tokens, strategy=strategy
+    plan = LookupPlan(
+        scheme_of(coord, schemas=schemas),
+        BlockHashes.from_list(digests),
+        num_tokens,
+        strategy=strategy,
     )
-    while keys := plan.next_keys():
-        plan.feed([int(key in stored) for key in keys])
-    return plan.hit
+    ask(plan, stored)
+    return plan.result
 
 
 def test_b01_a_drafter_block_is_dropped_once():

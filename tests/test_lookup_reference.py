@@ -5,21 +5,14 @@ import strategies
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import ReferenceCoordinator
+from rig import answer_with, ask, scheme_of
 
 from kvmask import BlockHashes, ChunkedLocal, Coordinator, FullAttention, LookupPlan, VllmKeys
+from kvmask.plans import Held
 
 
 def digests_for(config, num_tokens):
     return [i.to_bytes(4, "big") for i in range(num_tokens // config.hash_block_size)]
-
-
-def run(plan, answer):
-    """Drives a plan to its end; returns its batches."""
-    batches = []
-    while keys := plan.next_keys():
-        batches.append(keys)
-        plan.feed([answer(key) for key in keys])
-    return batches
 
 
 @given(st.data())
@@ -52,17 +45,22 @@ def test_lookups(data):
     expected = ReferenceCoordinator(*config.args).lookup(held, num_tokens)
     if expected[0] <= local:  # nothing beyond what the engine holds
         expected = 0, (), (0,) * len(config.groups)
-    coord = Coordinator(*config.args)
+    scheme = scheme_of(Coordinator(*config.args), schemas=names)
+    # The engine has freed what full attention does not keep.
+    mine = Held(tuple(local if isinstance(g, FullAttention) else 0 for g in config.groups), local)
     # Only 1 means present: not 2, and no code.
     absent = data.draw(st.sampled_from((0, 0, 2, -704, -900)))
     asked = {}
     for strategy in ("exact", "staged"):
         plan = LookupPlan(
-            coord, names, BlockHashes.from_list(digests), num_tokens, local, strategy=strategy
+            scheme, BlockHashes.from_list(digests), num_tokens, held=mine, strategy=strategy
         )
-        batches = run(plan, lambda key: 1 if key in stored else absent)
+        calls = answer_with(
+            plan, lambda call: [1 if key in stored else absent for key in call.args[0]]
+        )
+        batches = [call.args[0] for call in calls]
         keys = [key for batch in batches for key in batch]
-        hit = plan.hit
+        hit = plan.result
         masks = tuple(list(m) for m in hit.masks)
         assert (hit.length, hit.tail_tokens) == (expected[0], expected[2])
         if hit.length:
@@ -81,7 +79,7 @@ def test_a_chunk_edge_inside_a_block_is_passed_over(strategy):
     schema = VllmKeys(model="m")
     digests = [bytes([i] * 4) for i in range(4)]
     stored = set(schema.keys(digests[:2]))
-    plan = LookupPlan(coord, [schema], digests, 192, strategy=strategy)
-    run(plan, lambda key: int(key in stored))
-    assert plan.hit.length == 144
-    assert plan.hit.masks[0] == [False] * 3
+    plan = LookupPlan(scheme_of(coord), digests, 192, strategy=strategy)
+    ask(plan, stored)
+    assert plan.result.length == 144
+    assert plan.result.masks[0] == [False] * 3

@@ -8,48 +8,63 @@ from fake_store import EXIST, PUT, FakeStore
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import ReferenceCoordinator
-from rig import Engine, digests, key, pair
-
-from kvmask import (
-    ChunkedLocal,
-    Coordinator,
-    FullAttention,
-    KVLayout,
-    Mamba,
-    SavePlan,
-    SlidingWindow,
-    VllmKeys,
+from rig import (
+    Engine,
+    answer_with,
+    contract_of,
+    coord_of,
+    digests,
+    flat_layout,
+    key,
+    keys_of,
+    mooncake_tools,
+    pair,
+    scheme_of,
 )
-from kvmask.errors import ArgumentError, BlockIdError, PlanStateError, StoreError
+
+from kvmask import ChunkedLocal, FullAttention, Mamba, RankGrid, SavePlan, SlidingWindow
+from kvmask.errors import ArgumentError, BlockIdError, PlanStateError
+from kvmask.plans import CALL_FAILED, EXISTS, MALFORMED_ANSWER
 
 CODES = (0, -1, -200, -400, -500, -600, -703, -705, -800, -900, -12345)
 
 
 def plan_of(groups, hash_block, num_tokens, tables=None, start=0, prompt=None, **options):
-    coord_options = {
-        name: options.pop(name)
-        for name in ("alignment", "retention_interval", "partial_hits")
-        if name in options
+    coord = coord_of(groups, hash_block, options)
+    scheme_options = {
+        name: options.pop(name) for name in ("states", "writers", "writer") if name in options
     }
-    coord = Coordinator(groups, hash_block, **coord_options)
-    layouts = [KVLayout.from_regions([(1 << 20, 64, 64)], 1 << 14, [(1 << 20, 64 << 14)])]
-    n = len(groups)
+    scheme = scheme_of(coord, [flat_layout()] * len(groups), **scheme_options)
     if tables is None:
         tables = [list(range(1, 2 + num_tokens // g.block_size)) for g in groups]
-    names = [VllmKeys("m", group_id=g) for g in range(n)]
-    hashes = digests(num_tokens // hash_block)
-    return SavePlan(coord, names, layouts * n, hashes, tables, num_tokens, start, prompt, **options)
+    return SavePlan(
+        scheme,
+        digests(num_tokens // hash_block),
+        tables,
+        num_tokens,
+        start_token=start,
+        num_prompt_tokens=prompt,
+        tools=mooncake_tools(**options),
+    )
 
 
 def finish(plan, held=(), code=0):
     """Drive a plan; the keys that were put."""
-    put = []
-    if plan.keys:
-        plan.feed_exists([int(k in held) for k in plan.keys])
-    while (batch := plan.next_batch()) is not None:
-        put += batch.keys
-        plan.feed([code] * len(batch.keys))
-    return put
+
+    def answer(call):
+        if call.name == EXISTS:
+            return [int(k in held) for k in call.args[0]]
+        return [code] * len(call.args[0])
+
+    return keys_of(answer_with(plan, answer), PUT)
+
+
+def asked(plan, answers):
+    """Answer the existence call of a plan; its next call."""
+    call = plan.next_call()
+    assert (call.name, call.args) == (EXISTS, (plan.keys,))
+    plan.feed(answers)
+    return plan.next_call()
 
 
 def planned(plan):
@@ -115,7 +130,7 @@ def test_a_suffix_save_continues_where_the_last_one_ended():
         plan = plan_of(groups, 16, end, start=start)
         finish(plan)
         parts += plan.keys
-        start = plan.result.saved_tokens
+        start = plan.result.mark
     assert start == 512
     assert sorted(parts) == sorted(whole)
 
@@ -139,8 +154,8 @@ def test_saves_in_pieces_store_all_that_one_save_stores(data):
     for end in [*cuts, total]:
         plan = plan_of(groups, unit, end, tables, start, prompt, **options)
         stored.update(finish(plan, stored))
-        assert plan.result.saved_tokens >= start
-        start = plan.result.saved_tokens
+        assert plan.result.mark >= start
+        start = plan.result.mark
     assert set(one.keys) <= stored
 
 
@@ -163,26 +178,24 @@ def test_null_blocks_are_never_put():
     ):
         plan = plan_of([FullAttention(16)], 16, 64, [table])
         assert planned(plan).get(0, []) == [i + 1 for i, _ in wanted]
-        if not plan.keys:
-            assert plan.next_batch() is None
-        else:
-            plan.feed_exists([0] * len(plan.keys))
-            batch = plan.next_batch()
-            assert batch.addresses == [[(1 << 20) + 64 * block] for _, block in wanted]
-            plan.feed([0] * len(wanted))
+        if plan.keys:
+            call = asked(plan, [0] * len(plan.keys))
+            assert (call.name, call.num_bytes) == (PUT, 64 * len(wanted))
+            assert call.args[1] == [[(1 << 20) + 64 * block] for _, block in wanted]
+            assert plan.feed([0] * len(wanted)) == ()
+        assert plan.next_call() is None
         assert plan.result.stored == len(wanted)
         assert plan.result.ok
         # A hole in full attention ends the mark: no later hit can reach past it.
         hole = table.index(0) if 0 in table else len(table)
-        assert plan.result.saved_tokens == min(64, 16 * hole)
+        assert plan.result.mark == min(64, 16 * hole)
 
 
 def test_windows_let_go_of_blocks_and_the_mark_goes_on():
     groups = [FullAttention(16), SlidingWindow(16, window=32)]
     plan = plan_of(groups, 16, 64, [[1, 2, 3, 4], [0, 0, 5, 6]])
-    plan.feed_exists([0] * len(plan.keys))
-    plan.feed([0] * len(plan.next_batch().keys))
-    assert plan.result.saved_tokens == 64
+    finish(plan)
+    assert plan.result.mark == 64
 
 
 def test_another_null_block_or_none():
@@ -200,10 +213,12 @@ def test_who_stores_what_among_ranks_that_hold_the_same(start):
     for step in (8, 2, 1):
         writers = {}
         for rank in range(8):
-            plan = plan_of(groups, 16, 37 * 16, start=start, put_steps=[step] * 2, rank=rank)
+            plan = plan_of(groups, 16, 37 * 16, start=start, writers=[step] * 2, writer=rank)
             for g, numbers in planned(plan).items():
                 for d in numbers:
                     writers.setdefault((g, d - 1), []).append(rank)
+            finish(plan)
+            assert (plan.result.mark, plan.result.writers) == (37 * 16, step)
         assert len(writers) == 2 * (37 - first)
         for (g, chunk), ranks in writers.items():
             assert ranks == [r for r in range(8) if chunk % step == (r + g) % step]
@@ -222,6 +237,16 @@ def test_a_key_has_the_last_digest_of_its_block_and_a_tail_its_own_end():
     assert len(plan_of([FullAttention(256)], 4, 256).keys[0].rsplit("@", 1)[1]) == 32
 
 
+def test_masks_that_a_caller_states():
+    """An engine's own masks take the place of the contract's rule, group by group."""
+    groups = [FullAttention(16), SlidingWindow(16, window=32), Mamba(16)]
+    scheme = scheme_of(coord_of(groups, 16, {}), [flat_layout()] * 3)
+    tables = [[1, 2, 3, 4]] * 3
+    masks = [None, [False, True, False, True], [False] * 4]
+    plan = SavePlan(scheme, digests(4), tables, 64, masks=masks)
+    assert planned(plan) == {0: [1, 2, 3, 4], 1: [2, 4]}
+
+
 # What became of it
 
 
@@ -233,180 +258,189 @@ def test_every_planned_key_is_in_one_place(num_pieces, data):
     plan = plan_of(groups, 16, 64 * data.draw(st.integers(0, 9)), max_pieces=num_pieces)
     held = {k for k in plan.keys if rng.random() < 0.3}
     if plan.keys:
-        plan.feed_exists([int(k in held) for k in plan.keys])
-    given_codes = {}
-    while (batch := plan.next_batch()) is not None:
+        plan.next_call()
+        plan.feed([int(k in held) for k in plan.keys])
+    given_codes, told = {}, []
+    while (call := plan.next_call()) is not None:
+        keys = call.args[0]
         if num_pieces:
-            assert len(batch.keys) <= num_pieces
+            assert len(keys) <= num_pieces
         if rng.random() < 0.2:
-            plan.fail(-900)
-            given_codes.update(dict.fromkeys(batch.keys, -900))
+            plan.fail(OSError("gone"))
+            given_codes.update(dict.fromkeys(keys, CALL_FAILED))
             continue
-        codes = [rng.choice(CODES) if rng.random() < 0.4 else 0 for _ in batch.keys]
-        given_codes.update(zip(batch.keys, codes, strict=True))
-        plan.feed(codes)
+        codes = [rng.choice(CODES) if rng.random() < 0.4 else 0 for _ in keys]
+        given_codes.update(zip(keys, codes, strict=True))
+        told += plan.feed(codes)
     result = plan.result
-    assert result.stored + result.present + len(result.failed) == len(plan.keys)
+    assert result.stored + result.present + len(result.failures) == len(plan.keys)
     assert set(given_codes) == set(plan.keys) - held
-    assert {f.key: f.code for f in result.failed} == {
+    assert {f.key: f.code for f in result.failures} == {
         k: c for k, c in given_codes.items() if c not in (0, -705)
     }
+    # What `feed` returned, and what `fail` was told, is all that the result names.
+    by_calls = [f for f in result.failures if f.cause is not None]
+    assert {f.key for f in told} | {f.key for f in by_calls} == {f.key for f in result.failures}
+    assert all(f.code == CALL_FAILED and isinstance(f.cause, OSError) for f in by_calls)
     assert result.stored == sum(c == 0 for c in given_codes.values())
     assert result.num_bytes == 64 * result.stored
     # The mark lies at or below the first block that is not stored.
-    for f in result.failed:
-        assert result.saved_tokens <= f.block * groups[f.group].block_size
+    for f in result.failures:
+        assert result.mark <= f.block * groups[f.group].block_size
         assert plan.keys.count(f.key) == 1
+        assert f.name == f"group{f.group}"
     if result.ok:
-        assert result.saved_tokens == plan.num_tokens
+        assert result.mark == plan.num_tokens
+    bad = {(f.group, f.block) for f in result.failures}
+    put = {k for k in given_codes if k not in held}
+    every = [(g, b) for g, blocks in plan.written for b in blocks]
+    assert len(every) == len(set(every)) == len(put) - len(bad)
+    assert not bad & set(every)
 
 
 def test_no_room_leaves_the_mark_at_the_first_hole():
     """B49: 63 of 80 stored; the next save starts there; pressure is per request."""
     plan = plan_of([FullAttention(16)], 16, 80 * 16, max_pieces=None)
-    plan.feed_exists([0] * 80)
-    plan.next_batch()
+    asked(plan, [0] * 80)
     plan.feed([0] * 63 + [-200] * 17)
+    assert plan.next_call() is None
     first = plan.result
-    assert (first.stored, first.saved_tokens, first.pressure) == (63, 63 * 16, True)
-    again = plan_of([FullAttention(16)], 16, 80 * 16, start=first.saved_tokens)
+    assert (first.stored, first.mark, first.pressure) == (63, 63 * 16, True)
+    again = plan_of([FullAttention(16)], 16, 80 * 16, start=first.mark)
     assert planned(again)[0] == list(range(64, 81))
     finish(again)
-    assert (again.result.saved_tokens, again.result.pressure) == (1280, False)
+    assert (again.result.mark, again.result.pressure) == (1280, False)
 
 
 def test_a_full_pool_of_real_objects():
     source, _ = pair([FullAttention(16)], 16, 160, layers=1)
     source.store.capacity = 5 * 48
-    result = source.kv.save(digests(10), source.tables, 160)
-    assert (result.stored, result.saved_tokens, result.pressure) == (5, 80, True)
-    assert {f.code for f in result.failed} == {-200}
+    request = source.request(digests(10))
+    result = source.kv.save(request, source.tables, 160)
+    assert (result.stored, result.mark, result.pressure) == (5, 80, True)
+    assert {f.code for f in result.failures} == {-200}
     source.store.capacity = None
-    result = source.kv.save(digests(10), source.tables, 160, start_token=result.saved_tokens)
-    assert (result.stored, result.saved_tokens, result.pressure) == (5, 160, False)
+    assert request.mark == 80
+    result = source.kv.save(request, source.tables, 160)
+    assert (result.stored, result.mark, result.pressure) == (5, 160, False)
+    assert request.mark == 160
 
 
 def test_already_there_is_success_and_no_key_is_put_twice():
     """B50: 0 and -705 alike; of equal keys in one save the first is put."""
     store = FakeStore()
-    coord = Coordinator([FullAttention(16)], 16)
-    engine = Engine(store, coord, 64, seed=1)
+    engine = Engine(store, contract_of([FullAttention(16)], 16), 64, seed=1)
     same = [b"x" * 16, b"y" * 16, b"x" * 16, b"y" * 16]
-    result = engine.kv.save(same, engine.tables, 64)
-    assert (result.stored, result.present, len(result.failed)) == (2, 2, 0)
+    result = engine.save(same, 64)
+    assert (result.stored, result.present, len(result.failures)) == (2, 2, 0)
     assert result.num_bytes == 2 * len(engine.block(0, 0))
     assert store.pool[key(engine, 0, b"x" * 16)] == engine.block(0, 0)
     assert len(store.calls(PUT)) == 1
-    result = engine.kv.save(same, engine.tables, 64)
+    result = engine.save(same, 64)
     assert (result.stored, result.present, result.num_bytes) == (0, 4, 0)
     assert len(store.calls(PUT)) == 1
     store.fail(EXIST, 0)  # it says absent, and the put finds them
     store.fail(PUT, -705)
-    result = engine.kv.save(same, engine.tables, 64)
+    result = engine.save(same, 64)
     assert (result.stored, result.present, result.ok) == (0, 4, True)
-    assert result.saved_tokens == 64
+    assert result.mark == 64
 
 
 def test_only_one_is_there_for_a_save():
     """An answer that is no 1 means that the block is put, never that it is skipped."""
     for odd in (0, -1, -704, -900, 2):
         plan = plan_of([FullAttention(16)], 16, 64)
-        plan.feed_exists([1, odd, 1, 1])
-        assert len(plan.next_batch().keys) == 1
+        assert len(asked(plan, [1, odd, 1, 1]).args[0]) == 1
 
 
 def test_ten_thousand_failures_are_told_in_short():
     """B64: the text of a result does not grow with its failures."""
-    plan = plan_of([FullAttention(1)], 1, 10_000, max_pieces=None)
+    plan = plan_of([FullAttention(1)], 1, 10_000, max_pieces=None, log=None)
     finish(plan, code=-800)
     result = plan.result
-    assert len(result.failed) == 10_000
+    assert len(result.failures) == 10_000
     for text in (str(result), repr(result)):
         assert len(text) < 1000
     assert "10000 with codes [-800]" in str(result)
-    assert result.failed[0].key in str(result)
+    assert result.failures[0].key in str(result)
 
 
-# Order of calls and bad answers
+# Bad answers
 
 
-def test_out_of_order():
-    plan = plan_of([FullAttention(16)], 16, 64, max_pieces=2)
-    with pytest.raises(PlanStateError, match="`result` needs the answers"):
-        plan.result  # noqa: B018
-    assert plan.next_batch() is None  # nothing to put before the store was asked
-    with pytest.raises(PlanStateError, match="`feed` must follow `next_batch`"):
-        plan.feed([])
-    with pytest.raises(PlanStateError, match="`fail` must follow `next_batch`"):
-        plan.fail(-1)
-    plan.feed_exists([0] * 4)
-    with pytest.raises(PlanStateError, match="`feed_exists` must be called once"):
-        plan.feed_exists([0] * 4)
-    assert len(plan.next_batch().keys) == 2
-    with pytest.raises(PlanStateError, match="`feed` must be given the answers"):
-        plan.next_batch()
-    with pytest.raises(PlanStateError, match="`result` needs the answers"):
-        plan.result  # noqa: B018
-    plan.feed([0, 0])
-    assert len(plan.next_batch().keys) == 2
-    plan.feed([0, 0])
-    assert plan.next_batch() is None
-    assert plan.result.stored == 4
-
-
-@pytest.mark.parametrize("bad", [[], [0], [0] * 3, [0] * 5])
+@pytest.mark.parametrize("bad", [[], [0], [0] * 3, [0] * 5, None, 7, "0000"], ids=repr)
 def test_answers_of_another_length(bad):
+    """To the existence call: nothing is believed, so all is put. To a put: all has failed."""
     plan = plan_of([FullAttention(16)], 16, 64)
-    with pytest.raises(StoreError, match=f"got {len(bad)} answers to 4 keys"):
-        plan.feed_exists(bad)
-    plan.feed_exists([0] * 4)
-    plan.next_batch()
-    with pytest.raises(StoreError, match=f"got {len(bad)} answers to 4 keys"):
-        plan.feed(bad)
-    plan.feed([0] * 4)
-    assert plan.result.stored == 4
+    assert asked(plan, bad).args[0] == plan.keys
+    told = plan.feed(bad)
+    assert plan.next_call() is None
+    result = plan.result
+    assert told == result.failures
+    assert [f.key for f in result.failures] == plan.keys
+    assert {f.code for f in result.failures} == {MALFORMED_ANSWER}
+    assert (result.stored, result.present, result.mark, result.num_bytes) == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("odd", [None, "0", 0.0, 0.5, [0]], ids=repr)
 def test_answers_that_are_no_integers(odd):
     plan = plan_of([FullAttention(16)], 16, 64)
-    with pytest.raises(StoreError, match="must answer with integers"):
-        plan.feed_exists([0, 0, 0, odd])
-    plan.feed_exists([0] * 4)
-    plan.next_batch()
-    with pytest.raises(StoreError, match="must answer with integers"):
-        plan.feed([0, 0, 0, odd])
-    plan.feed([0] * 4)
-    assert (plan.result.stored, plan.result.num_bytes) == (4, 256)
+    assert asked(plan, [1, 1, 1, odd]).args[0] == plan.keys[3:]
+    plan = plan_of([FullAttention(16)], 16, 64)
+    asked(plan, [0] * 4)
+    (failure,) = plan.feed([0, 0, 0, odd])
+    assert (failure.key, failure.code) == (plan.keys[3], MALFORMED_ANSWER)
+    assert plan.next_call() is None
+    assert (plan.result.stored, plan.result.num_bytes, plan.result.mark) == (3, 192, 48)
 
 
 def test_a_block_id_outside_the_tensors_puts_nothing():
-    engine = Engine(FakeStore(), Coordinator([FullAttention(16)], 16), 64, seed=1)
+    engine = Engine(FakeStore(), contract_of([FullAttention(16)], 16), 64, seed=1)
     for bad in (6, -1, 1 << 31, 1 << 63, 1 << 70, None, 1.0, "1", True, [1]):
         with pytest.raises(BlockIdError, match=r"`block_ids` must (be at least|hold integers)"):
-            engine.kv.save(digests(4), [[1, 2, bad, 3]], 64)
+            engine.save(digests(4), 64, tables=[[1, 2, bad, 3]])
     assert not engine.store.pool
-    with pytest.raises(ArgumentError, match="got 48 tokens of digests and 64"):
-        engine.kv.save(digests(3), engine.tables, 64)
+    with pytest.raises(ArgumentError, match="got 3 digests of 16 tokens for 64 tokens"):
+        engine.save(digests(3), 64)
+
+
+def test_a_block_id_outside_the_tensors_never_counts_as_saved():
+    """A driver that goes on after the exception meets it again, and no result."""
+    plan = plan_of([FullAttention(16)], 16, 64, [[1, 2, 1 << 40, 3]])
+    plan.next_call()
+    for _ in range(2):
+        with pytest.raises(BlockIdError, match="must be at least 0 and below"):
+            plan.feed([0] * 4)
+        with pytest.raises(PlanStateError):
+            plan.next_call()
+        with pytest.raises(PlanStateError):
+            plan.result  # noqa: B018
+    plan.feed([1] * 4)
+    assert plan.next_call() is None
+    assert plan.result.present == 4
 
 
 def test_states_are_saved_only_where_they_stay():
     groups = [FullAttention(16), Mamba(16)]
-    assert set(planned(plan_of(groups, 16, 64))) == {0}
-    assert planned(plan_of(groups, 16, 64, states=True))[1] == [1, 2, 3, 4]
+    assert set(planned(plan_of(groups, 16, 64, states=False))) == {0}
+    assert planned(plan_of(groups, 16, 64))[1] == [1, 2, 3, 4]
 
 
-def test_rotating_ranks_share_the_work_of_real_puts():
+def test_ranks_share_the_work_of_real_puts():
     """Four ranks with the same bytes write every block once between them."""
-    coord = Coordinator([FullAttention(16), SlidingWindow(16, window=64)], 16)
+    groups = {"full": FullAttention(16), "swa": SlidingWindow(16, window=64)}
+    grid = RankGrid(tp_size=4, replication={"full": 4, "swa": 2})
+    contract = contract_of(groups, 16, ranks=grid)
     store = FakeStore()
-    ranks = [Engine(store.client(), coord, 160, seed=3, put_steps=[4, 2], rank=r) for r in range(4)]
+    ranks = [Engine(store.client(), contract, 160, seed=3, bind={"tp_rank": r}) for r in range(4)]
     order = list(range(4))
     random.Random(1).shuffle(order)
-    results = [ranks[r].kv.save(digests(10), ranks[r].tables, 160) for r in order]
-    assert all(r.ok and r.saved_tokens == 160 for r in results)
-    assert sum(r.stored for r in results) == 20
-    assert len(store.pool) == 20
-    for g in range(2):
-        for i, digest in enumerate(digests(10)):
-            assert store.pool[key(ranks[0], g, digest)] == ranks[0].block(g, i)
+    results = [ranks[r].save(digests(10), 160) for r in order]
+    assert all(r.ok and r.mark == 160 and r.writers == 4 for r in results)
+    # Two pairs of ranks have different bytes in the second group: two objects per block.
+    assert sum(r.stored for r in results) == 30
+    assert len(store.pool) == 30
+    for rank in ranks:
+        for g in range(2):
+            for i, digest in enumerate(digests(10)):
+                assert store.pool[key(rank, g, digest)] == rank.block(g, i)

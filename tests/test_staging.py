@@ -2,10 +2,12 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+from rig import answer_with, flat_layout, keys_of, mooncake_tools, scheme_of
 from test_load import plan_of
 
-from kvmask import Coordinator, FullAttention, KVLayout, SavePlan, VllmKeys
-from kvmask.plans.blocks import split_calls, staging_bytes
+from kvmask import Coordinator, FullAttention, SavePlan
+from kvmask.mooncake.policy import split_calls, staging_bytes
+from kvmask.plans import GET, OVERSIZE, PUT
 
 
 def test_staging_bytes():
@@ -26,12 +28,16 @@ def test_the_budget_of_a_disk_tier():
 
 def test_a_key_above_the_budget_is_named_and_the_others_load():
     plan = plan_of(3, block_bytes=8192, staging=16383)
-    assert plan.next_batch() is None
-    assert [(f.block, f.code) for f in plan.result.failed] == [(0, -600), (1, -600), (2, -600)]
+    assert plan.next_call() is None
+    assert [(f.block, f.code) for f in plan.result.failures] == [
+        (block, OVERSIZE) for block in range(3)
+    ]
+    assert OVERSIZE == -600
+    assert plan.result.usable_tokens == 0
     plan = plan_of(3, block_bytes=8192, staging=16385 * 10 // 9 + 4096)
-    while (batch := plan.next_batch()) is not None:
-        assert len(batch.keys) == 1
-        plan.feed([8192])
+    calls = answer_with(plan, lambda call: [8192])
+    assert [len(call.args[0]) for call in calls] == [1, 1, 1]
+    assert keys_of(calls, GET) == plan.keys
     assert plan.result.loaded == 3
 
 
@@ -54,16 +60,11 @@ def test_calls_fit_and_cover(sizes, staging, most):
 def test_a_segment_above_a_slice_is_several_pieces():
     """Mooncake's TCP transport moves slices of 64 KiB: two and a bit make three pieces."""
     size, blocks = (2 << 16) + 1, 6
-    region = (1 << 20, size, size)
-    layout = KVLayout.from_regions([region], blocks + 1, storages=[(1 << 20, size * (blocks + 1))])
-    coord = Coordinator([FullAttention(16)], 16)
+    scheme = scheme_of(Coordinator([FullAttention(16)], 16), [flat_layout(blocks + 1, size)])
     hashes = [bytes([i]) * 32 for i in range(1, blocks + 1)]
-    plan = SavePlan(
-        coord, [VllmKeys("m")], [layout], hashes, [range(1, blocks + 1)], 16 * blocks, max_pieces=7
-    )
-    plan.feed_exists([0] * blocks)
-    calls = []
-    while (batch := plan.next_batch()) is not None:
-        calls.append(len(batch.keys))
-        plan.feed([0] * len(batch.keys))
-    assert calls == [2, 2, 2]
+    tools = mooncake_tools(max_pieces=7)
+    plan = SavePlan(scheme, hashes, [range(1, blocks + 1)], 16 * blocks, tools=tools)
+    calls = answer_with(plan, lambda call: [0] * len(call.args[0]))
+    puts = [call for call in calls if call.name == PUT]
+    assert [len(call.args[0]) for call in puts] == [2, 2, 2]
+    assert [call.num_bytes for call in puts] == [2 * size] * 3
