@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from kvmask import (
+    AbsenceMemo,
     Bitset,
     BlockHashes,
     ChunkedLocal,
+    Contract,
     Coordinator,
     CostModel,
     FullAttention,
@@ -22,13 +24,15 @@ from kvmask import (
     LoadPlan,
     LookupPlan,
     Mamba,
+    PlanTools,
     PresenceMemo,
+    RankGrid,
     SavePlan,
     SlidingWindow,
     StrictKeys,
     VllmKeys,
 )
-from kvmask._core import KeyBuilder, LookupCore, Regions, build_keys, pick_missing, plan_blocks
+from kvmask._core import KeyBuilder, LookupCore, Regions, build_keys, plan_blocks
 from kvmask.errors import (
     AlignmentError,
     ArgumentError,
@@ -37,37 +41,39 @@ from kvmask.errors import (
     KeyFormatError,
     KVMaskError,
     LayoutError,
-    StoreError,
+    PlanStateError,
 )
+from kvmask.mooncake import MooncakePolicy
+from kvmask.plans import Handoff
 
 HUGE = (1 << 63, -(1 << 63), 1 << 200, -1)
 WRONG = (None, "16", 16.0, b"16", [16], True, 1j, object(), float("nan"), float("inf"))
-COORD = Coordinator([FullAttention(16), SlidingWindow(16, window=32)], 16)
+GROUPS = {"full": FullAttention(16), "swa": SlidingWindow(16, window=32)}
 LAYOUT = KVLayout.from_regions([(4096, 64, 64)], 8, [(4096, 512)])
-KEYS = [VllmKeys("m", group_id=g) for g in range(2)]
+CONTRACT = Contract(GROUPS, 16, VllmKeys("m"), hashing=None)
+COORD = CONTRACT.coordinator
+BOUND = CONTRACT.bind([LAYOUT] * 2)
 HASHES = BlockHashes(bytes(range(64)), 16)
 HIT = COORD.find_hit([[True] * 4] * 2, 64)
 
 
 def save(**change):
-    args = {
-        "coord": COORD, "schemas": KEYS, "layouts": [LAYOUT] * 2, "hashes": HASHES,
-        "block_ids": [[1, 2, 3, 4]] * 2, "num_tokens": 64,
-    }  # fmt: skip
+    args = {"source": BOUND, "hashes": HASHES, "tables": [[1, 2, 3, 4]] * 2, "num_tokens": 64}
     return SavePlan(**{**args, **change})
 
 
 def load(**change):
-    args = {
-        "coord": COORD, "schemas": KEYS, "layouts": [LAYOUT] * 2, "hashes": HASHES,
-        "block_ids": [[1, 2, 3, 4]] * 2, "hit": HIT,
-    }  # fmt: skip
+    args = {"source": BOUND, "hashes": HASHES, "tables": [[1, 2, 3, 4]] * 2, "hit": HIT}
     return LoadPlan(**{**args, **change})
 
 
 def look(**change):
-    args = {"coord": COORD, "schemas": KEYS, "hashes": HASHES, "num_tokens": 65}
+    args = {"source": CONTRACT, "hashes": HASHES, "num_tokens": 65}
     return LookupPlan(**{**args, **change})
+
+
+def ask(**change):
+    return CONTRACT.request(**{"hashes": HASHES, **change})
 
 
 TEXTS = [
@@ -126,26 +132,67 @@ TEXTS = [
     (lambda: LAYOUT.addresses([0], null_block=0), BlockIdError,
      "`block_ids` must not name the null block, got 0 at index 0"),
     (lambda: save(hashes=HASHES[:3]), ArgumentError,
-     "`hashes` must cover the tokens, got 48 tokens of digests and 64"),
-    (lambda: save(block_ids=[[1]]), ArgumentError,
-     "`block_ids` must hold one table per group, got 1 and 2"),
-    (lambda: save(schemas=KEYS[:1]), ArgumentError,
-     "`schemas` must hold one entry per group, got 1 and 2"),
-    (lambda: save(layouts=[LAYOUT] * 3), ArgumentError,
-     "`layouts` must hold one entry per group, got 3 and 2"),
-    (lambda: save(layouts=[[LAYOUT] * 2, LAYOUT]), ArgumentError,
-     "`schemas` and `layouts` must have equally many shards in group 0, got 1 and 2"),
-    (lambda: save(put_steps=[1]), ArgumentError,
-     "`put_steps` must hold one step per group, got 1 and 2"),
-    (lambda: save(put_steps=[1, 0]), ArgumentError, "`put_steps` must be at least 1, got 0"),
-    (lambda: save(max_pieces=0), ArgumentError, "`max_pieces` must be at least 1, got 0"),
-    (lambda: save(rank=-1), ArgumentError, "`rank` must be at least 0, got -1"),
-    (lambda: load(rotation=-1), ArgumentError, "`rotation` must be at least 0, got -1"),
-    (lambda: load(staging=0), ArgumentError, "`staging` must be at least 1, got 0"),
+     "`hashes` must have one digest for every full hash block, "
+     "got 3 digests of 16 tokens for 64 tokens"),
+    (lambda: look(hashes=HASHES[:3]), ArgumentError,
+     "`hashes` must have one digest for every full hash block, "
+     "got 3 digests of 16 tokens for 65 tokens"),
+    (lambda: ask(num_tokens=80), ArgumentError,
+     "`hashes` must have one digest for every full hash block, "
+     "got 4 digests of 16 tokens for 80 tokens"),
+    (lambda: load(hashes=HASHES[:3]), ArgumentError,
+     "`hashes` must cover the hit, got 3 digests of 16 for 64 tokens"),
+    (lambda: save(tables=[[1]]), ArgumentError,
+     "`tables` must hold one block table per group, got 1 and 2"),
+    (lambda: save(tables={"full": [1]}), ArgumentError,
+     "`tables` must hold one block table per group, got ['full'] and ['full', 'swa']"),
+    (lambda: save(source=CONTRACT), PlanStateError,
+     "saves and loads need memory: bind the contract to its layouts with "
+     "`contract.bind(layouts)` first, got Contract"),
+    (lambda: load(source=5), TypeError,
+     "`source` must be a Contract, a bound contract or a Scheme, got int"),
+    (lambda: save(tools=MooncakePolicy()), TypeError,
+     "`tools` must be PlanTools, got MooncakePolicy"),
+    (lambda: save(handoffs=[Handoff("odd", 16, 1)]), ArgumentError,
+     "`handoffs` must name cacheable groups of the contract, got 'odd' and ['full', 'swa']"),
+    (lambda: save(handoffs=[Handoff("swa", 17, 1)]), ArgumentError,
+     "`handoffs` must end at a hash block that has a digest, got 17 tokens and 4 digests of 16"),
+    (lambda: save(handoffs=[Handoff("swa", 80, 1)]), ArgumentError,
+     "`handoffs` must end at a hash block that has a digest, got 80 tokens and 4 digests of 16"),
+    (lambda: save(handoffs=[Handoff("swa", 0, 1)]), ArgumentError,
+     "`handoffs` must end at a hash block that has a digest, got 0 tokens and 4 digests of 16"),
+    (lambda: save(handoffs=[Handoff("swa", 16, 0)]), ArgumentError,
+     "`handoffs` must not name the null block, got 0"),
+    (lambda: MooncakePolicy(max_pieces=0), ArgumentError,
+     "`max_pieces` must be at least 1, got 0"),
+    (lambda: MooncakePolicy(staging=0), ArgumentError, "`staging` must be at least 1, got 0"),
+    (lambda: MooncakePolicy(group_ids=True), ArgumentError,
+     "`replicate_config` must be a function when `group_ids` is set, got NoneType"),
+    (lambda: PlanTools(policy=None), TypeError, "`policy` must be a StorePolicy, got NoneType"),
+    (lambda: PlanTools(costs=1.0), TypeError, "`costs` must be a CostModel, got float"),
+    (lambda: PlanTools(hints=5), TypeError, "`hints` must be HitHints, a bool or None, got int"),
+    (lambda: PlanTools(memo=AbsenceMemo()), TypeError,
+     "`memo` must be a PresenceMemo or None, got AbsenceMemo"),
+    (lambda: PlanTools(failed_loads=PresenceMemo()), TypeError,
+     "`failed_loads` must be an AbsenceMemo or None, got PresenceMemo"),
     (lambda: look(strategy="best"), ArgumentError,
      "`strategy` must be one of ('staged', 'exact'), got 'best'"),
-    (lambda: look(schemas=[(), VllmKeys("m")]), ArgumentError,
-     "`schemas` must name a namespace for every group, got none for group 0"),
+    (lambda: look(strategy=None), ArgumentError,
+     "`strategy` must be one of ('staged', 'exact'), got None"),
+    (lambda: look(held={"odd": 16}), ArgumentError,
+     "`held` must name groups of the contract, got 'odd' and ['full', 'swa']"),
+    (lambda: look(held=[16]), ArgumentError,
+     "`held` must hold one entry per group, got 1 and 2"),
+    (lambda: CONTRACT.request(), ArgumentError,
+     "exactly one of `token_ids` and `hashes` must be given, got none"),
+    (lambda: ask(token_ids=[1]), ArgumentError,
+     "exactly one of `token_ids` and `hashes` must be given, got both"),
+    (lambda: ask(extra_keys=[None] * 4), ArgumentError,
+     "`extra_keys` must be None for digests, which hold them already"),
+    (lambda: ask().extend([1]), ArgumentError,
+     "`hashes` must be given to a request that was made from digests"),
+    (lambda: ask().extend(hashes=HASHES[:3]), ArgumentError,
+     "`hashes` must hold all digests of the request, got 3 after 4"),
     (lambda: CostModel(call=0), ArgumentError, "`call` must be more than 0, got 0"),
     (lambda: CostModel(missing=float("nan")), ArgumentError,
      "`missing` must be more than 0, got nan"),
@@ -160,8 +207,6 @@ TEXTS = [
      "bitsets must have equal lengths, got 1 and 2"),
     (lambda: Bitset([2]), ArgumentError,
      "`bools` must hold only True and False, got 2 at index 0"),
-    (lambda: pick_missing(["a"], [1, 1], 0, 1), StoreError,
-     "the store must answer every key, got 2 answers to 1 keys"),
     (lambda: plan_blocks(None, 1, 0, ["7"]), BlockIdError,
      "`block_ids` must hold integers, got str at index 0"),
 ]  # fmt: skip
@@ -181,7 +226,7 @@ def test_the_text(index):
 COUNTS = {
     "block_size": FullAttention,
     "window": lambda v: SlidingWindow(16, window=v),
-    "extra_retained_tokens": lambda v: SlidingWindow(16, 16, extra_retained_tokens=v),
+    "extra_retained_tokens": lambda v: SlidingWindow(16, window=16, extra_retained_tokens=v),
     "chunk_size": lambda v: ChunkedLocal(16, chunk_size=v),
     "hash_block_size": lambda v: Coordinator([FullAttention(16)], v),
     "alignment": lambda v: Coordinator([FullAttention(16)], 16, alignment=v),
@@ -201,35 +246,38 @@ COUNTS = {
     "num_tokens of save": lambda v: save(num_tokens=v),
     "start_token of save": lambda v: save(start_token=v),
     "num_prompt_tokens of save": lambda v: save(num_prompt_tokens=v),
-    "rank": lambda v: save(rank=v, put_steps=[2, 2]),
-    "put_steps": lambda v: save(put_steps=[v, 1]),
-    "max_pieces": lambda v: save(max_pieces=v),
-    "null_block": lambda v: save(null_block=v),
-    "start_token of load": lambda v: load(start_token=v),
-    "rotation": lambda v: load(rotation=v),
-    "staging": lambda v: load(staging=v),
+    "handoffs of save": lambda v: save(handoffs=[Handoff("full", v, 1)]),
     "num_tokens of look": lambda v: look(num_tokens=v),
-    "local_tokens": lambda v: look(local_tokens=v),
-    "hint": lambda v: look(hint=v),
+    "num_tokens of request": lambda v: ask(num_tokens=v),
+    "num_prompt_tokens of request": lambda v: ask(num_prompt_tokens=v),
+    "held of look": lambda v: look(held=v),
+    "held of load": lambda v: load(held=v),
+    "held of a group": lambda v: look(held={"swa": v}),
+    "max_pieces": lambda v: MooncakePolicy(max_pieces=v),
+    "staging": lambda v: MooncakePolicy(staging=v),
+    "null_block": lambda v: PlanTools(null_block=v),
+    "tp_size": lambda v: RankGrid(tp_size=v),
+    "tp_rank of bind": lambda v: CONTRACT.bind([LAYOUT] * 2, tp_rank=v),
     "n": Bitset.zeros,
     "indices": lambda v: Bitset.from_indices(8, [v]),
     "capacity": HitHints,
     "capacity of memo": lambda v: PresenceMemo(capacity=v),
 }
 OPTIONAL = {"alignment", "retention_interval", "num_prompt_tokens", "max_pieces", "null_block",
-            "staging"}  # fmt: skip
-# Python's own integers of any size are fine where only their remainder or order counts.
-UNBOUNDED = {"rank", "max_pieces", "rotation", "staging",
-             "capacity of memo"}  # fmt: skip
+            "staging", "held of look", "held of load", "num_tokens of request"}  # fmt: skip
+# Python's own integers of any size are fine where only their order counts.
+UNBOUNDED = {"max_pieces", "staging", "capacity of memo"}
 
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_counts(name):
     call, argument = COUNTS[name], name.split(" of ")[0]
     for value in WRONG:
-        if value is None and argument in OPTIONAL:
+        if value is None and (argument in OPTIONAL or name in OPTIONAL):
             call(None)
             continue
+        if argument == "held" and isinstance(value, list):
+            continue  # one entry per group, or per block
         with pytest.raises((TypeError, LayoutError)) as caught:
             call(value)
         assert argument in str(caught.value), (name, value, str(caught.value))
@@ -246,16 +294,22 @@ def test_counts(name):
 def test_arguments_that_are_no_sequences():
     for wrong in (None, 5, 1.0, object()):
         for call in (
-            lambda w=wrong: save(schemas=w),
-            lambda w=wrong: save(layouts=w),
-            lambda w=wrong: save(block_ids=w),
-            lambda w=wrong: save(block_ids=[w, w]),
-            lambda w=wrong: load(block_ids=[w, w]),
-            lambda w=wrong: save(schemas=[w, w]),
-            lambda w=wrong: save(layouts=[w, w]),
+            lambda w=wrong: save(source=w),
+            lambda w=wrong: load(source=w),
+            lambda w=wrong: look(source=w),
+            lambda w=wrong: save(tables=w),
+            lambda w=wrong: load(tables=w),
+            lambda w=wrong: save(tables=[w, w]),
+            lambda w=wrong: save(tables={"full": w, "swa": w}),
+            lambda w=wrong: load(tables=[w, w]),
+            lambda w=wrong: save(handoffs=w),
+            lambda w=wrong: save(handoffs=[w]),
+            lambda w=wrong: save(masks=[w, w] if w is not None else 5),
+            lambda w=wrong: save(event=w if w is not None else 5),
+            lambda w=wrong: CONTRACT.request(hashes=w),
+            lambda w=wrong: CONTRACT.request(w),
             lambda w=wrong: save(hashes=w),
             lambda w=wrong: load(hit=w),
-            lambda w=wrong: look(schemas=w),
             lambda w=wrong: look(hashes=w),
             lambda w=wrong: Coordinator(w, 16),
             lambda w=wrong: COORD.find_hit(w, 16),
@@ -263,16 +317,49 @@ def test_arguments_that_are_no_sequences():
             lambda w=wrong: Bitset.from_bools(w),
             lambda w=wrong: BlockHashes.from_list(w),
             lambda w=wrong: BlockHashes(w, 4) if w is not None else BlockHashes(5, 4),
-            lambda w=wrong: KVTransfer(object(), COORD, KEYS, w),
-            lambda w=wrong: KVTransfer(object(), COORD, w, [LAYOUT] * 2),
+            lambda w=wrong: KVTransfer(object(), w),
+            lambda w=wrong: CONTRACT.bind(w),
+            lambda w=wrong: CONTRACT.bind([w, w]),
         ):
             with pytest.raises((TypeError, KVMaskError)):
                 call()
-    for name in ("schemas", "layouts", "block_ids"):
-        with pytest.raises(TypeError, match=f"`{name}` must"):
-            save(**{name: None})
-        with pytest.raises((TypeError, BlockIdError), match=f"`{name}` must"):
-            save(**{name: [None, None]})
+    for call in (save, load):
+        with pytest.raises(TypeError, match="`tables` must be a sequence, got NoneType"):
+            call(tables=None)
+        with pytest.raises(TypeError, match="`tables` must be a sequence, got NoneType"):
+            call(tables=[None, None])
+    with pytest.raises(TypeError, match="`handoffs` must be a sequence of Handoff, got int"):
+        save(handoffs=5)
+    with pytest.raises(TypeError, match="`handoffs` must hold Handoff, got int"):
+        save(handoffs=[5])
+    with pytest.raises(TypeError, match="`masks` must"):
+        save(masks=5)
+    with pytest.raises(ArgumentError, match="`masks` must hold one mask per group, got 1 and 2"):
+        save(masks=[None])
+
+
+def test_integers_of_numpy_are_integers_and_results_hold_plain_ones():
+    for kind in (np.int64, np.int32, np.uint16):
+        plan = save(num_tokens=kind(64), start_token=kind(16), num_prompt_tokens=kind(64),
+                    handoffs=[Handoff("swa", kind(48), kind(7))])  # fmt: skip
+        assert plan.next_call().args[0] == plan.keys
+        plan.feed(np.ones(len(plan.keys), kind))
+        assert plan.next_call() is None
+        assert type(plan.result.mark) is int
+        assert (plan.result.mark, plan.result.present) == (64, 7)
+        asked = look(num_tokens=kind(65), held=kind(16))
+        while (call := asked.next_call()) is not None:
+            asked.feed(np.ones(len(call.args[0]), kind))
+        hit = asked.result
+        assert (type(hit.length), hit.length, hit.held.tokens) == (int, 64, 16)
+        assert type(hit.held.tokens) is int
+        loading = load(hit=hit, held=[kind(16), kind(16)])
+        assert len(loading.next_call().args[0]) == 5
+        loading.feed(np.full(5, 64, kind))
+        assert loading.next_call() is None
+        assert type(loading.result.num_bytes) is int
+        request = ask(num_tokens=kind(65), num_prompt_tokens=kind(65))
+        assert {type(request.num_tokens), type(request.num_prompt_tokens)} == {int}
 
 
 # Bitset under abuse
@@ -378,7 +465,7 @@ def test_a_list_that_changes_while_it_is_in_use(strategy):
         plan = look(hashes=BlockHashes.from_list(listed), strategy=strategy)
         change(listed)
         with pytest.raises(HashInputError, match=message):
-            plan.next_keys()
+            plan.next_call()
     listed = [b"a" * 16] * 4
     hashes = BlockHashes.from_list(listed)
     listed[1] = b"b" * 4000
@@ -402,7 +489,7 @@ def test_ids_whose_own_code_misbehaves():
             raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        save(block_ids=[[Broken(), 2, 3, 4]] * 2)
+        save(tables=[[Broken(), 2, 3, 4]] * 2)
 
 
 def test_regions_of_wrong_kinds():

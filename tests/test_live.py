@@ -1,9 +1,9 @@
 """The same round trips against a real master on this machine: two clients, bytes compared."""
 
 import pytest
-from rig import Engine, assert_loaded, digests
+from rig import Engine, assert_loaded, contract_of, digests
 
-from kvmask import Coordinator, FullAttention, Mamba, SlidingWindow, mooncake
+from kvmask import FullAttention, Mamba, SlidingWindow, mooncake
 
 pytestmark = pytest.mark.store
 
@@ -37,38 +37,37 @@ def test_round_trips_of_all_groups(two):
         if kind == "torch":
             pytest.importorskip("torch")
         for name, groups, hash_block, tokens, options in shapes:
-            coord = Coordinator(groups, hash_block, **options)
-            model = f"{name}-{kind}"
-            source = Engine(two[0], coord, tokens, seed=4, kind=kind, layers=3, model=model)
-            target = Engine(two[1], coord, tokens, kind=kind, layers=3, model=model)
+            contract = contract_of(groups, hash_block, model=f"{name}-{kind}", **options)
+            source = Engine(two[0], contract, tokens, seed=4, kind=kind, layers=3)
+            target = Engine(two[1], contract, tokens, kind=kind, layers=3)
             with source.kv, target.kv:
                 hashes = digests(tokens // hash_block)
-                assert target.kv.lookup(hashes, tokens + 1).length == 0
-                saved = source.kv.save(hashes, source.tables, tokens, states=True)
+                assert target.lookup(hashes, tokens + 1).length == 0
+                saved = source.save(hashes, tokens)
                 assert saved.ok, str(saved)
-                again = source.kv.save(hashes, source.tables, tokens, states=True)
+                again = source.save(hashes, tokens)
                 assert (again.stored, again.present) == (0, saved.stored)
-                hit = target.kv.lookup(hashes, tokens + 1)
-                assert hit == target.kv.lookup(hashes, tokens + 1, strategy="exact")
+                hit = target.lookup(hashes, tokens + 1)
+                assert hit == target.lookup(hashes, tokens + 1, strategy="exact")
                 assert hit.length >= tokens - 64
-                result = target.kv.load(hashes, target.tables, hit)
+                result = target.load(hashes, hit)
                 assert result.ok, str(result)
                 assert assert_loaded(source, target, hit) == result.loaded > 0
 
 
 def test_an_object_that_is_gone_is_reported(two):
-    coord = Coordinator([FullAttention(16)], 16)
-    source = Engine(two[0], coord, 64, seed=4, model="gone")
-    target = Engine(two[1], coord, 64, model="gone")
+    contract = contract_of([FullAttention(16)], 16, model="gone")
+    source = Engine(two[0], contract, 64, seed=4)
+    target = Engine(two[1], contract, 64)
     with source.kv, target.kv:
         hashes = digests(4, salt=1)
-        assert source.kv.save(hashes, source.tables, 64).ok
-        hit = target.kv.lookup(hashes, 65)
+        assert source.save(hashes, 64).ok
+        hit = target.lookup(hashes, 65)
         assert hit.length == 64
         two[0].remove_all(True)
-        result = target.kv.load(hashes, target.tables, hit)
-        assert (result.loaded, {f.code for f in result.failed}) == (0, {-704})
-        assert result.invalid_block_ids(0) == sorted(target.tables[0])
+        result = target.load(hashes, hit)
+        assert (result.loaded, {f.code for f in result.failures}) == (0, {-704})
+        assert result.invalid == {"0": sorted(target.tables[0])}
 
 
 def test_a_pool_that_is_full():
@@ -77,16 +76,16 @@ def test_a_pool_that_is_full():
         pytest.skip("no mooncake_master program on this machine")
     with mooncake.local_master(args=("--eviction_high_watermark_ratio=1.0",)) as own:
         store = mooncake.connect(own, segment_bytes=16 << 20)
-        coord = Coordinator([FullAttention(1 << 18)], 1 << 18)
+        contract = contract_of([FullAttention(1 << 18)], 1 << 18)
         tokens = 30 << 18
-        engine = Engine(store, coord, tokens, seed=1, layers=1)
+        engine = Engine(store, contract, tokens, seed=1, layers=1)
         try:
-            result = engine.kv.save(digests(30), engine.tables, tokens)
+            result = engine.save(digests(30), tokens)
             assert result.pressure
-            assert result.stored + len(result.failed) == 30
-            assert {f.code for f in result.failed} == {-200}
-            first = min(f.block for f in result.failed)
-            assert result.saved_tokens == first << 18
+            assert result.stored + len(result.failures) == 30
+            assert {f.code for f in result.failures} == {-200}
+            first = min(f.block for f in result.failures)
+            assert result.mark == first << 18
         finally:
             engine.kv.close()
             store.close()

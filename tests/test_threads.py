@@ -12,8 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from fake_store import FakeStore
-from rig import Engine, assert_loaded, digests, pair
+from fake_store import EXIST, GET, PUT, UNREGISTER, FakeStore
+from rig import (
+    Engine,
+    answer_with,
+    ask,
+    assert_loaded,
+    contract_of,
+    digests,
+    flat_layout,
+    pair,
+    scheme_of,
+)
 
 from kvmask import (
     Bitset,
@@ -21,15 +31,16 @@ from kvmask import (
     Coordinator,
     FullAttention,
     HitHints,
-    KVLayout,
+    LoadPlan,
     LookupPlan,
     Mamba,
+    PlanTools,
     PresenceMemo,
     SavePlan,
     SlidingWindow,
-    VllmKeys,
 )
 from kvmask._core import GIL_MIN_BITS
+from kvmask.errors import PlanStateError
 
 THREADS = 4
 GROUPS = [FullAttention(4), SlidingWindow(2, window=15), Mamba(4)]
@@ -77,31 +88,86 @@ def test_one_transfer_used_from_several_threads():
     hashes = BlockHashes(b"".join(digests(40)), 16)
 
     def work(i):
-        saved = source.kv.save(hashes, source.tables, 640)
-        hit = target.kv.lookup(hashes, 641, strategy=("staged", "exact")[i % 2])
-        return saved.ok, hit.length, target.kv.load(hashes, target.tables, hit).ok
+        saved = source.save(hashes, 640)
+        hit = target.lookup(hashes, 641, strategy=("staged", "exact")[i % 2])
+        return saved.ok, hit.length, target.load(hashes, hit).ok
 
     for results in at_once(work, rounds=20):
         assert set(results) == {(True, 640, True)}
-    hit = target.kv.lookup(hashes, 641)
+    hit = target.lookup(hashes, 641)
     assert_loaded(source, target, hit)
     assert target.kv.stats.lookups == THREADS * 20 + 1
     assert target.kv.stats.hit_tokens == 640 * (THREADS * 20 + 1)
     assert source.kv.stats.stored_keys + source.kv.stats.save_present_keys == THREADS * 20 * 80
 
 
+@pytest.mark.parametrize("call", [EXIST, PUT, GET])
+def test_the_end_of_a_transfer_waits_for_a_call_of_another_thread(call):
+    """Memory stays registered while a call of any thread may touch it."""
+    source, target = pair([FullAttention(16)], 16, 64)
+    if call == GET:
+        source.save(digests(4), 64)
+    engine = target if call == GET else source
+    hit = target.lookup(digests(4), 65)
+    inside, go, order = threading.Event(), threading.Event(), []
+
+    def hook(store, name, keys):
+        if name == call:
+            inside.set()
+            assert go.wait(30)
+        order.append(name)
+
+    engine.store.hooks.append(hook)
+
+    def work():
+        if call == GET:
+            return engine.load(digests(4), hit)
+        return engine.save(digests(4), 64)
+
+    with ThreadPoolExecutor(2) as pool:
+        working = pool.submit(work)
+        assert inside.wait(30)
+        closing = pool.submit(engine.kv.close)
+        for _ in range(30_000):  # until it is closed to others
+            if engine.kv._closed:
+                break
+            time.sleep(0.001)
+        with pytest.raises(PlanStateError, match="the transfer is closed"):
+            engine.lookup(digests(4), 65)
+        assert not closing.done()
+        assert engine.store.registered
+        go.set()
+        assert working.result(30).ok
+        closing.result(30)
+    assert engine.store.registered == {}
+    assert order.index(UNREGISTER) > order.index(call)
+    assert order[-1] == UNREGISTER
+
+
+def test_several_threads_that_end_a_transfer_at_once():
+    source, _ = pair([FullAttention(16)], 16, 64)
+
+    def work(i):
+        with contextlib.suppress(PlanStateError):
+            source.save(digests(4, salt=i), 64)
+        return source.kv.close()
+
+    at_once(work)
+    assert source.store.registered == {}
+    assert len(source.store.calls(UNREGISTER)) == 2
+
+
 def test_hints_shared_by_threads_never_change_a_result():
     hints = HitHints(64)
-    coord = Coordinator([FullAttention(16)], 16)
+    scheme = scheme_of(Coordinator([FullAttention(16)], 16))
+    tools = PlanTools(hints=hints)
 
     def work(i):
         hashes = BlockHashes(b"".join(digests(100, salt=i)), 16)
         hints.learn(hashes, 16, 16, 16 * (i + 1))
-        plan = LookupPlan(coord, [VllmKeys("m")], hashes, 1601,
-                          hint=hints.predict(hashes, 16, 16, 1600))  # fmt: skip
-        while keys := plan.next_keys():
-            plan.feed([int(int(k[-32:], 16) - (i << 20) <= 50) for k in keys])
-        return plan.hit.length
+        plan = LookupPlan(scheme, hashes, 1601, tools=tools)
+        ask(plan, lambda k: int(k[-32:], 16) - (i << 20) <= 50)
+        return plan.result.length
 
     for results in at_once(work, rounds=50):
         assert set(results) == {800}
@@ -150,22 +216,26 @@ def test_another_thread_goes_on_while_masks_are_made():
 
 def plans(n=384):
     coord = Coordinator(GROUPS, 2, alignment=64)
-    layout = KVLayout.from_regions([(4096, 8, 8)], 1 << 12, [(4096, 8 << 12)])
-    names = [VllmKeys("m", group_id=g) for g in range(3)]
+    scheme = scheme_of(coord, [flat_layout(1 << 12, 8)] * 3)
     hashes = BlockHashes(bytes(range(256)) * 4, 4)
     tables = [list(range(1, 1 + n)) for _ in range(3)]
     for _ in range(3):
-        save = SavePlan(coord, names, [layout] * 3, hashes, tables, n, states=True)
-        save.feed_exists([0] * len(save.keys))
-        while (batch := save.next_batch()) is not None:
-            save.feed([0] * len(batch.keys))
-        look = LookupPlan(coord, names, hashes, n)
-        while keys := look.next_keys():
-            look.feed([i % 7 != 0 for i in range(len(keys))])
+        save = SavePlan(scheme, hashes, tables, n)
+        answer_with(save, lambda call: [0] * len(call.args[0]))
+        look = LookupPlan(scheme, hashes, n)
+        answer_with(look, lambda call: [i % 7 != 0 for i in range(len(call.args[0]))])
+        hit = coord.find_hit([[True] * n] * 3, n)
+        load = LoadPlan(scheme, hashes, tables, hit, tools=PlanTools(log=None))
+        load.next_call()
+        load.fail(OSError("gone"))
+        assert load.next_call() is None
+        assert load.result.failures
         with contextlib.suppress(RuntimeError):
             look.feed([1])
+        bad = SavePlan(scheme, hashes, [[1 << 70]] * 3, n)
+        bad.next_call()
         with contextlib.suppress(ValueError, RuntimeError):
-            SavePlan(coord, names, [layout] * 3, hashes, [[1 << 70]] * 3, n).feed_exists([0])
+            bad.feed([0])
         coord.store_mask(n, 4, n)
         Bitset.ones(n)[::3].indices()
 
@@ -215,11 +285,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 def transfers():
     store = FakeStore()
-    coord = Coordinator([FullAttention(16)], 16)
-    engine = Engine(store, coord, 640, seed=1)
-    with engine.kv as kv:
-        kv.save(digests(40), engine.tables, 640)
-        kv.load(digests(40), engine.tables, kv.lookup(digests(40), 641))
+    engine = Engine(store, contract_of([FullAttention(16)], 16), 640, seed=1)
+    with engine.kv:
+        engine.save(digests(40), 640)
+        engine.load(digests(40), engine.lookup(digests(40), 641))
 
 
 def test_memory_does_not_grow():
