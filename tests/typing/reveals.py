@@ -7,7 +7,7 @@ from typing import reveal_type
 
 import kvmask
 
-coord = kvmask.Coordinator([kvmask.FullAttention(64), kvmask.SlidingWindow(16, 32)], 16)
+coord = kvmask.Coordinator([kvmask.FullAttention(64), kvmask.SlidingWindow(16, window=32)], 16)
 reveal_type(coord.store_mask(256))  # R: tuple[kvmask._core.Bitset | None, ...]
 reveal_type(coord.load_mask(256))  # R: tuple[kvmask._core.Bitset, ...]
 reveal_type(coord.align(100))  # R: int
@@ -36,13 +36,25 @@ reveal_type(schema.keys(hashes, mask=mask))  # R: list[str]
 layout = kvmask.KVLayout.from_regions([(4096, 64, 64)], 4, storages=[(4096, 256)])
 reveal_type(layout.addresses([0]))  # R: tuple[list[list[int]], list[list[int]]]
 
-plan = kvmask.LookupPlan(coord, [schema, schema], hashes, 256)
-reveal_type(plan.next_keys())  # R: list[str]
-reveal_type(plan.hit)  # R: kvmask.coordinator.Hit
+contract = kvmask.Contract({"full": kvmask.FullAttention(16)}, 16, schema)
+reveal_type(contract.fingerprint)  # R: str
+reveal_type(contract.to_json())  # R: str
+reveal_type(kvmask.Contract.from_json("{}"))  # R: kvmask.contract.agreement.Contract
+bound = contract.bind([layout], tp_rank=0)
+reveal_type(bound)  # R: kvmask.contract.agreement.BoundContract
+reveal_type(bound.layouts)  # R: tuple[tuple[kvmask.layout.KVLayout, ...], ...]
+request = contract.request(range(33))
+reveal_type(request)  # R: kvmask.request.CacheRequest
+reveal_type(request.mark)  # R: int
+
+plan = kvmask.LookupPlan(contract, hashes, 256)
+reveal_type(plan.asked)  # R: int
+reveal_type(plan.result)  # R: kvmask.coordinator.Hit
+reveal_type(kvmask.SavePlan(bound, hashes, [[1]], 16).result)  # R: kvmask.plans.results.SaveResult
 
 
 def uses(kv: kvmask.KVTransfer) -> None:
-    reveal_type(kv.lookup(hashes, 256))  # R: kvmask.coordinator.Hit
-    reveal_type(kv.save(hashes, [[1], [2]], 256))  # R: kvmask.plans.blocks.SaveResult
-    reveal_type(kv.load(hashes, [[1], [2]], hit))  # R: kvmask.plans.blocks.LoadResult
+    reveal_type(kv.lookup(request, held=16))  # R: kvmask.coordinator.Hit
+    reveal_type(kv.save(request, [[1]], 16))  # R: kvmask.plans.results.SaveResult
+    reveal_type(kv.load(request, hit, [[1]]))  # R: kvmask.plans.results.LoadResult
     reveal_type(kv.stats.snapshot())  # R: dict[str, float]

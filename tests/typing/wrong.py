@@ -23,13 +23,24 @@ kvmask.BlockHashes(b"abcd")  # E: call-arg
 kvmask.BlockHashes([b"abcd"], 4)  # E: arg-type
 kvmask.VllmKeys()  # E: call-arg
 kvmask.VllmKeys("m").keys(["digest"])  # E: list-item
-kvmask.LookupPlan(coord, [object()], [b"a"], 16)  # E: list-item
+contract = kvmask.Contract([kvmask.FullAttention(16)], 16, kvmask.VllmKeys("m"))
+kvmask.Contract([kvmask.FullAttention(16)], 16)  # E: call-arg
+kvmask.Contract(kvmask.FullAttention(16), 16, kvmask.VllmKeys("m"))  # E: arg-type
+kvmask.Contract([kvmask.FullAttention(16)], 16, "m")  # E: arg-type
+contract.to_json(True)  # E: call-arg
+contract.bind([], rank=0)  # E: call-arg
+contract.request(hashes=[b"a"], num_tokens="16")  # E: arg-type
+kvmask.RankGrid(tp_size="8")  # E: arg-type
+kvmask.LookupPlan(contract, [b"a"])  # E: call-arg
+kvmask.LookupPlan(contract, [b"a"], 16, 4)  # E: call-arg
+kvmask.PlanTools(memo=5)  # E: arg-type
 kvmask.KVLayout.from_tensors([], "4")  # E: arg-type
 kvmask.hash_tokens([1], block_size="16")  # E: arg-type
 
 
-def uses(kv: kvmask.KVTransfer, hit: kvmask.Hit) -> None:
-    kv.lookup([b"a"], 256, local="0")  # E: call-arg
-    kv.load([b"a"], [[1]])  # E: call-arg
-    kv.save([b"a"], [["1"]], 16)  # E: list-item
+def uses(kv: kvmask.KVTransfer, request: kvmask.CacheRequest, hit: kvmask.Hit) -> None:
+    kv.lookup([b"a"])  # E: arg-type
+    kv.lookup(request, local_tokens=0)  # E: call-arg
+    kv.load(request, hit)  # E: call-arg
+    kv.save(request, [[1]], "16")  # E: arg-type
     hit.length = 3  # E: misc
