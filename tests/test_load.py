@@ -445,6 +445,38 @@ def test_what_is_left_of_a_hit_that_failed_in_part():
     assert result.usable_tokens == 64
 
 
+def test_a_state_is_that_of_one_boundary():
+    """A state at 64 is of no use at 48, though both lie in one block."""
+    groups = {"full": FullAttention(16), "state": Mamba(64)}
+    source, target = pair(groups, 16, 64, partial_hits=True)
+    hashes = digests(4)
+    source.save(hashes, 64)
+    hit = target.lookup(hashes, 65)
+    assert (hit.length, hit.masks[1].indices()) == (64, [0])
+    target.store.fail(GET, -800, keys=[key(target, 0, hashes[3])])
+    result = target.load(hashes, hit)
+    assert (result.loaded, result.usable_tokens) == (4, 0)
+    # One that is held as a block is that of the block's end, one that was loaded that of its tail.
+    source.save(hashes, 48)
+    source.store.pool.pop(key(source, 1, hashes[3]))
+    target.store.fail(GET, -800, keys=[key(target, 0, hashes[1])])
+    hit = target.lookup(hashes, 64)
+    assert (hit.length, hit.tail_tokens) == (48, (48, 48))
+    assert target.load(hashes, hit).usable_tokens == 0
+
+
+def test_what_is_left_of_a_hit_past_a_chunk_that_begins_inside_a_block():
+    """Chunks of 27 tokens: at 32 only block 3 counts; at 24 the three before it do."""
+    source, target = pair([ChunkedLocal(8, chunk_size=27)], 8, 32)
+    source.save(digests(4), 32)
+    hit = target.lookup(digests(4), 33)
+    assert (hit.length, hit.masks[0].indices()) == (32, [3])
+    target.store.fail(GET, -800)
+    result = target.load(digests(4), hit)
+    assert (result.loaded, result.usable_tokens) == (0, 0)
+    assert result.invalid == {"0": [target.tables[0][3]]}
+
+
 @given(st.integers(0, 1 << 30))
 def test_a_store_that_evicts_between_any_two_calls(seed):
     """Whatever the hit says, a load gives the right bytes or reports the block."""
