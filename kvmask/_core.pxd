@@ -97,9 +97,13 @@ cdef extern from "layout.h" nogil:
 
 
 cdef extern from "serial.h" nogil:
-    const int KM_PICKLE
-    const int KM_CBOR
-    const int KM_PAGES
+    ctypedef enum km_encoding:
+        KM_PICKLE
+        KM_CBOR
+        KM_PAGES
+
+    enum:
+        KM_MAX_PARENT
 
     ctypedef struct km_tokens:
         const char *base
@@ -109,19 +113,25 @@ cdef extern from "serial.h" nogil:
     uint64_t km_serial_bound(int64_t n_tokens, uint64_t parent, uint64_t extra)
     bint km_may_split(int64_t n, size_t parent_size, size_t extra_size)
     int64_t km_take(const km_tokens *t, int64_t first, int64_t n, int64_t *out)
-    size_t km_serialise(int encoding, uint8_t *out, const uint8_t *parent, size_t parent_size,
-                        const int64_t *tokens, int64_t n, const uint8_t *extra, size_t extra_size)
+    size_t km_serialise(km_encoding encoding, uint8_t *out, const uint8_t *parent,
+                        size_t parent_size, const int64_t *tokens, int64_t n,
+                        const uint8_t *extra, size_t extra_size)
 
 
 cdef extern from "digest.h" nogil:
-    const int KM_NO_DIGEST
-    const int KM_SHA256
-    const int KM_SHA256_EVP
-    const int KM_XXH3_128
+    ctypedef enum km_digest_kind:
+        KM_NO_DIGEST
+        KM_SHA256
+        KM_SHA256_EVP
+        KM_XXH3_128
+
+    enum:
+        KM_MAX_DIGEST
+
     const int64_t KM_DIGEST_FAILED
 
     ctypedef struct km_digest:
-        int kind
+        km_digest_kind kind
         int size
         void *(*ctx_new)() noexcept
         void (*ctx_free)(void *) noexcept
@@ -132,14 +142,14 @@ cdef extern from "digest.h" nogil:
 
     ctypedef struct km_chain:
         const km_digest *digest
-        int encoding
+        km_encoding encoding
         int64_t block_size
         const km_extra *extras
         int64_t *scratch
         uint8_t *buffer
 
-    int km_load_sha256(const char *path, bint no_low_level, km_digest *d)
-    int km_load_xxh3(const char *path, km_digest *d)
+    km_digest_kind km_load_sha256(const char *path, bint no_low_level, km_digest *d)
+    km_digest_kind km_load_xxh3(const char *path, km_digest *d)
     bint km_digest_once(const km_digest *d, void *ctx, const uint8_t *data, size_t n, uint8_t *out)
     int64_t km_hash_chain(const km_chain *c, const km_tokens *tokens, int64_t first, int64_t n,
                           const uint8_t *parent, size_t parent_size, uint8_t *out)
@@ -216,10 +226,11 @@ cdef class BlockHashes:
 cdef class KeyBuilder:
     cdef readonly str prefix
     cdef readonly str suffix
-    cdef readonly bint strip
+    cdef readonly bint as_number
     cdef bytes head
     cdef bytes tail
     cdef bint ascii
+    cdef tuple parts(self)
     cdef object build(self, const unsigned char *digest, Py_ssize_t size)
 
 
@@ -279,7 +290,7 @@ cdef class LookupCore:
     cdef start_presence(self, held)
     cdef void prepare(self, km_search *search, km_set_state *sets, bint collect) noexcept
     cdef mark_held(self, km_group *group, int64_t stride, item, Bitset maybe, Bitset known)
-    cdef bint hopeless(self, km_search *search, km_set_state *sets)
+    cdef bint cannot_gain(self, km_search *search, km_set_state *sets)
     cdef int first_need(self, km_set_state *sets) noexcept
     cdef bint decide(self, km_search *search, km_set_state *sets, int *set_index,
                      km_need *need) except -1

@@ -172,9 +172,9 @@ def _extent(interface: Any, name: str) -> tuple[int, int]:
     address, shape, strides, itemsize = _parse(interface, name)
     if 0 in shape:
         return address, 0
-    spans = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
-    low = sum(s for s in spans if s < 0)
-    return address + low, sum(abs(s) for s in spans) + itemsize
+    ways = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]  # from first to last entry
+    low = sum(way for way in ways if way < 0)
+    return address + low, sum(abs(way) for way in ways) + itemsize
 
 
 def _storage(obj: Any, attribute: str, name: str) -> tuple[int, int]:

@@ -152,7 +152,7 @@ class Coordinator:
             hash_block_size,
             alignment,
             retention_interval,
-            partial_hits,
+            partial=self.partial_hits,
         )
 
     @property
@@ -188,7 +188,9 @@ class Coordinator:
             AlignmentError: ``num_tokens`` is not aligned.
             ArgumentError: A number is negative or above ``MAX_TOKENS``.
         """
-        return self._core.reach_masks(num_tokens, start_token, num_prompt_tokens, False, states)
+        return self._core.reach_masks(
+            num_tokens, start_token, num_prompt_tokens, dense=False, states=states
+        )
 
     def lookup_mask(self, num_tokens: int) -> tuple[Bitset | None, ...]:
         """Return the blocks that can affect a hit: those of the store mask with dense retention.
@@ -202,7 +204,7 @@ class Coordinator:
         Raises:
             AlignmentError: ``num_tokens`` is not aligned.
         """
-        return self._core.reach_masks(num_tokens, 0, None, True, True)
+        return self._core.reach_masks(num_tokens, 0, None, dense=True, states=True)
 
     def load_mask(self, num_tokens: int) -> tuple[Bitset, ...]:
         """Return the blocks that each group must load for a hit of ``num_tokens``.
@@ -238,7 +240,7 @@ class Coordinator:
         >>> coord.find_hit([[True, True, False]], 48).length
         32
         """
-        return Hit(*self._core.find_hit(present, max_length, eagle))
+        return Hit(*self._core.find_hit(present, max_length, eagle=eagle))
 
     def __repr__(self) -> str:
         return (

@@ -154,7 +154,7 @@ def test_digests_that_are_emptied_while_they_are_used():
     listed = [b"ab" * 8] * 4
     hashes = BlockHashes.from_list(listed)
     listed[2] = b""
-    for builder in (_core.KeyBuilder("p" * 23, "", True), _core.KeyBuilder("p@")):
+    for builder in (_core.KeyBuilder("p" * 23, as_number=True), _core.KeyBuilder("p@")):
         with pytest.raises(HashInputError, match="from 1 to"):
             _core.build_keys([builder], hashes)
 
@@ -162,10 +162,10 @@ def test_digests_that_are_emptied_while_they_are_used():
 def test_cores_that_no_facade_made():
     for row in (("full", 16, 0, False, True, -1), ("full", 8, 0, False, True, 0)):
         with pytest.raises(ArgumentError):
-            _core.CoordinatorCore([row], 16, 16, None, False)
+            _core.CoordinatorCore([row], 16, 16, None, partial=False)
     for rows in ([], [("full", 16, 0, False, False, -1)], [("full", 16, 0, False, True, 1)]):
         with pytest.raises(ArgumentError, match="fill the sets"):
-            _core.CoordinatorCore(rows, 16, 16, None, False)
+            _core.CoordinatorCore(rows, 16, 16, None, partial=False)
 
 
 def test_answers_given_twice_count_once():

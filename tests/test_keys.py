@@ -328,14 +328,14 @@ def test_schemas_of_different_kinds_are_not_equal():
 @given(
     head=st.text(max_size=5),
     tail=st.text(max_size=5),
-    strip=st.booleans(),
+    as_number=st.booleans(),
     digests=st.lists(st.binary(min_size=1, max_size=40), max_size=5),
 )
-def test_key_builder(head, tail, strip, digests):
-    builder = _core.KeyBuilder(head, tail, strip)
+def test_key_builder(head, tail, as_number, digests):
+    builder = _core.KeyBuilder(head, tail, as_number=as_number)
 
     def render(digest):
-        return f"{int.from_bytes(digest, 'big'):x}" if strip else digest.hex()
+        return f"{int.from_bytes(digest, 'big'):x}" if as_number else digest.hex()
 
     expected = [head + render(digest) + tail for digest in digests]
     assert _core.build_keys((builder,), digests) == expected

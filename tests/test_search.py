@@ -135,8 +135,8 @@ def test_random_holes_against_every_aligned_length():
 
 def test_retained_tokens_count_as_window_when_specs_are_compared():
     # One set of two groups: the flag of one drops a block of both, and only once.
-    groups = [SlidingWindow(16, window=32), SlidingWindow(16, 31, extra_retained_tokens=1)]
-    groups.append(SlidingWindow(16, 31, extra_retained_tokens=1, eagle=True))
+    groups = [SlidingWindow(16, window=32), SlidingWindow(16, window=31, extra_retained_tokens=1)]
+    groups.append(SlidingWindow(16, window=31, extra_retained_tokens=1, eagle=True))
     for coord in (Coordinator(groups, 16), ReferenceCoordinator(groups, 16)):
         assert searched(coord, [[True] * 6] * 3, 96)[0] == 80
     first_missing = [[False] + [True] * 5, [True] * 6, [True] * 6]

@@ -12,16 +12,17 @@ cdef class CoordinatorCore:
     """Arithmetic of kvmask.Coordinator; the facade checks the configuration.
 
     Args:
-        groups: One (kind, block_size, span, eagle, cacheable, set_index) per group. Groups of one
-            set have equal specs; sets are numbered in search order, full attention first; groups
-            that are not cacheable have set_index -1.
+        groups: One (kind, block_size, span, eagle, cacheable, set_index) per group. The span is the
+            tokens of the window or of an attention chunk. Groups of one set have equal specs. Sets
+            are numbered in search order, full attention first. Groups that are not cacheable have
+            set_index -1.
         hash_block: Tokens per hash block.
         alignment: Common multiple of the cacheable groups' block sizes.
         retention: Tokens, or None.
         partial: Hits may end at any hash block.
     """
 
-    def __cinit__(self, groups, hash_block, alignment, retention, partial):
+    def __cinit__(self, groups, hash_block, alignment, retention, *, partial):
         cdef Py_ssize_t i
         cdef int64_t index
         cdef list rows = list(groups)
@@ -103,7 +104,7 @@ cdef class CoordinatorCore:
                 masks.append(run_bitset(sets[self.set_of[i]].len, sets[self.set_of[i]].first))
         return tuple(masks)
 
-    def reach_masks(self, num_tokens, start_token, num_prompt_tokens, dense, states):
+    def reach_masks(self, num_tokens, start_token, num_prompt_tokens, *, dense, states):
         """Masks of every group over the blocks from start_token on; None means all true."""
         cdef int64_t length = as_int64(num_tokens, "num_tokens", 0, c_max_tokens)
         cdef int64_t skip = as_int64(start_token, "start_token", 0, c_max_tokens)
@@ -180,7 +181,7 @@ cdef class CoordinatorCore:
             joint[k] = bits
         return joint
 
-    def find_hit(self, present, max_length, eagle=True):
+    def find_hit(self, present, max_length, *, eagle=True):
         """Length, masks and tail boundaries of the longest hit; see Coordinator.find_hit."""
         cdef int64_t limit = as_int64(max_length, "max_length", 0, c_max_tokens)
         cdef int64_t hit, boundary, bits = 0

@@ -25,7 +25,7 @@ cdef class Digest:
     """
 
     @staticmethod
-    def sha256(path, bint low_level=True):
+    def sha256(path, *, bint low_level=True):
         """SHA-256 out of the library at ``path`` (None: this program), or None.
 
         Args:
@@ -34,8 +34,11 @@ cdef class Digest:
         """
         cdef Digest self = Digest.__new__(Digest)
         cdef bytes name = None if path is None else path.encode()
-        cdef int kind = km_load_sha256(<char *>NULL if name is None else <char *>name,
-                                       not low_level, &self.d)
+        cdef const char *library = NULL
+        cdef km_digest_kind kind
+        if name is not None:
+            library = name
+        kind = km_load_sha256(library, not low_level, &self.d)
         if kind == KM_NO_DIGEST:
             return None
         self.kind = "sha256" if kind == KM_SHA256 else "sha256-evp"
@@ -62,7 +65,7 @@ cdef class Digest:
     def __call__(self, data):
         """Digest of the bytes-like ``data``."""
         cdef const uint8_t[::1] view = data
-        cdef uint8_t out[32]
+        cdef uint8_t out[KM_MAX_DIGEST]
         cdef void *ctx = NULL
         cdef bint ok
         if self.d.kind == KM_SHA256_EVP:
@@ -81,8 +84,10 @@ cdef int check_parent(bytes parent, int encoding) except -1:
     cdef Py_ssize_t least = 0 if encoding == KM_PAGES else 1
     if encoding not in (KM_PICKLE, KM_CBOR, KM_PAGES):
         raise ArgumentError(f"`encoding` must be one of the ENCODING constants, got {encoding}")
-    if not least <= len(parent) <= 255:
-        raise ArgumentError(f"`parent` must have from {least} to 255 bytes, got {len(parent)}")
+    if not least <= len(parent) <= KM_MAX_PARENT:
+        raise ArgumentError(
+            f"`parent` must have from {least} to {KM_MAX_PARENT} bytes, got {len(parent)}"
+        )
     return 0
 
 
@@ -112,7 +117,7 @@ def splits_frames(int64_t block_size, int64_t extra_size):
         block_size: Tokens in the block.
         extra_size: Bytes of its serialised extra keys.
     """
-    return km_may_split(block_size, 32, extra_size)
+    return km_may_split(block_size, KM_MAX_DIGEST, extra_size)
 
 
 def split_digests(bytes flat not None, Py_ssize_t size):
@@ -144,7 +149,7 @@ cdef class Chain:
         self.extras = None if extras is None else tuple(extras)
         self.n = ids.n // block_size
         self.c.digest = &digest.d if digest is not None else NULL
-        self.c.encoding = encoding
+        self.c.encoding = <km_encoding>encoding
         self.c.block_size = block_size
         if extras is not None:
             if encoding == KM_PAGES and any(e is not None for e in self.extras):
@@ -165,13 +170,15 @@ cdef class Chain:
                     <const uint8_t *>PyBytes_AS_STRING(extra), PyBytes_GET_SIZE(extra)
                 )
                 largest = max(largest, <uint64_t>PyBytes_GET_SIZE(extra))
-            if encoding == KM_PICKLE and largest and km_may_split(block_size, 255, largest):
+            if encoding == KM_PICKLE and largest and (
+                km_may_split(block_size, KM_MAX_PARENT, largest)
+            ):
                 raise HashInputError(
                     "extra keys must fit the first frame of a pickle, "
                     f"got {block_size} tokens and {largest} bytes of them"
                 )
         self.c.scratch = <int64_t *>malloc(block_size * sizeof(int64_t))
-        self.c.buffer = <uint8_t *>malloc(km_serial_bound(block_size, 255, largest))
+        self.c.buffer = <uint8_t *>malloc(km_serial_bound(block_size, KM_MAX_PARENT, largest))
         if not self.c.scratch or not self.c.buffer:
             raise MemoryError
 
@@ -229,10 +236,10 @@ cdef class Chain:
             if type(made) is not bytes:
                 raise HashInputError(f"`digest` must return bytes, got {type(made).__name__}")
             parent = made
-            # The next block starts with it, in room for 255 bytes.
-            if not 1 <= len(parent) <= 255:
+            # The next block starts with it, in room for as much.
+            if not 1 <= len(parent) <= KM_MAX_PARENT:
                 raise HashInputError(
-                    f"`digest` must return from 1 to 255 bytes, got {len(parent)}"
+                    f"`digest` must return from 1 to {KM_MAX_PARENT} bytes, got {len(parent)}"
                 )
             size = size or len(parent)
             if len(parent) != size:

@@ -9,37 +9,41 @@ cdef class KeyBuilder:
     Args:
         prefix: Text before the digest, its separator included.
         suffix: Text after it.
-        strip: Whether the digest is written as a number, without leading zeros.
+        as_number: Whether the digest is written as a number, without leading zeros.
     """
 
-    def __cinit__(self, str prefix not None, str suffix not None="", bint strip=False):
+    def __cinit__(self, str prefix not None, str suffix not None="", *, bint as_number=False):
         self.prefix = prefix
         self.suffix = suffix
-        self.strip = strip
+        self.as_number = as_number
         self.ascii = prefix.isascii() and suffix.isascii()
         self.head = prefix.encode("ascii") if self.ascii else b""
         self.tail = suffix.encode("ascii") if self.ascii else b""
 
+    cdef tuple parts(self):
+        return self.prefix, self.suffix, self.as_number
+
     def __reduce__(self):
-        return KeyBuilder, (self.prefix, self.suffix, self.strip)
+        make = _partial(KeyBuilder, as_number=True) if self.as_number else KeyBuilder
+        return make, (self.prefix, self.suffix)
 
     def __eq__(self, other):
         if not isinstance(other, KeyBuilder):
             return NotImplemented
-        return self.__reduce__() == other.__reduce__()
+        return self.parts() == (<KeyBuilder>other).parts()
 
     def __hash__(self):
-        return hash(self.__reduce__()[1])
+        return hash(self.parts())
 
     cdef object build(self, const unsigned char *digest, Py_ssize_t size):
         cdef Py_ssize_t head, tail
         cdef object key
         cdef char *out
         cdef bint half
-        while self.strip and size > 1 and digest[0] == 0:
+        while self.as_number and size > 1 and digest[0] == 0:
             digest += 1
             size -= 1
-        half = self.strip and digest[0] < 16
+        half = self.as_number and digest[0] < 16
         if not self.ascii:
             return self.prefix + digest[:size].hex()[half:] + self.suffix
         head = PyBytes_GET_SIZE(self.head)

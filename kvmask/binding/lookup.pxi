@@ -140,7 +140,7 @@ cdef class LookupCore:
                     f"`held` must hold one entry per group, got {len(items)} and {coord.n_groups}"
                 )
         if not coord.partial:
-            masks = coord.reach_masks(self.token_len, 0, None, True, True)
+            masks = coord.reach_masks(self.token_len, 0, None, dense=True, states=True)
         self.uneven = held is not None
         self.maybe = []
         self.known = []
@@ -205,7 +205,7 @@ cdef class LookupCore:
             km_set(maybe.words, bit)
             km_set(known.words, bit)
 
-    cdef bint hopeless(self, km_search *search, km_set_state *sets):
+    cdef bint cannot_gain(self, km_search *search, km_set_state *sets):
         """Not even the longest length still possible reaches past what the engine holds.
 
         With a drafter, partial hits or chunks one more present block can shorten a hit (vLLM
@@ -246,7 +246,7 @@ cdef class LookupCore:
         self.prepare(search, sets, False)
         hit = km_find_hit(search, self.limit, True)
         if hit >= self.num_tokens:
-            # The last token must be computed: search again rather than cut (DESIGN: lookup).
+            # The last token must be computed. A hit cut to size would not be vLLM's: search again.
             usable = km_align_down(self.num_tokens - 1, coord.unit())
             if usable <= 0:
                 self.finish_empty()
@@ -256,7 +256,7 @@ cdef class LookupCore:
             set_index[0] = self.first_need(sets)
             need[0] = sets[set_index[0]].need
             self.tail_need = False
-            if self.hopeless(search, sets):
+            if self.cannot_gain(search, sets):
                 self.finish_empty()
                 return True
             return False
@@ -337,27 +337,27 @@ cdef class LookupCore:
 
     cdef ask_left(self, km_search *search, km_set_state *set_state, int set_index, km_need need,
                   list asked):
-        """Adds the set's own next places to the left, at the same distance from the alignment:
+        """Adds the set's own next runs to the left, at the same distance from the alignment:
         where the search goes when this need fails."""
         cdef Bitset maybe = <Bitset>self.set_maybe[set_index]
-        cdef int64_t stride = need.stride, period = 1, span = 1, i, found = 1
+        cdef int64_t stride = need.stride, period = 1, run = 1, i, found = 1
         cdef int64_t block = (need.stop - 1) // stride
         cdef int64_t b = set_state.group.block_size
         cdef bint live
         if stride == set_state.presence.stride and not search.partial:
             period = search.alignment // b
         if set_state.group.kind == KM_WINDOW:
-            span = max(km_window_need(&set_state.group, set_state.group.eagle), <int64_t>1)
+            run = max(km_window_need(&set_state.group, set_state.group.eagle), <int64_t>1)
         block -= period
         while block >= 0 and found < self.width:
             live = True
-            for i in range(max(block - span + 1, <int64_t>0), block + 1):
+            for i in range(max(block - run + 1, <int64_t>0), block + 1):
                 if not km_get(maybe.words, (i + 1) * stride - 1):
                     live = False
                     break
             if live:
                 found += 1
-                i = max(block - span + 1, <int64_t>0)
+                i = max(block - run + 1, <int64_t>0)
                 self.ask(set_index, (i + 1) * stride - 1, (block + 1) * stride, stride,
                          c_max_bits, asked)
             block -= period

@@ -55,7 +55,7 @@ def with_digest(schema: KeySchema, fingerprint: str) -> KeySchema:
 
 def _text(schema: KeySchema) -> list[Any]:
     builder = schema.builder
-    return [builder.prefix, builder.suffix, builder.strip]
+    return [builder.prefix, builder.suffix, builder.as_number]
 
 
 def shape(
@@ -84,7 +84,7 @@ def shape(
         # The text around the digest: model, namespace and the form itself.
         "keys": [
             [
-                [b.prefix, b.suffix, b.strip]
+                [b.prefix, b.suffix, b.as_number]
                 for b in (s.builder for s in group.schemas(grid, _FIRST))
             ]
             for group in (filled[i] for i in used)

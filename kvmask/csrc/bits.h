@@ -2,6 +2,13 @@
  *
  * Contract of every function here: bits at and past `nbits` are zero before and after the call,
  * indices are in range (asserted, not checked: callers check user input), no function allocates.
+ *
+ * What all headers of this folder share:
+ * - `km_` stands for kvmask: C has one namespace. Names without it are local.
+ * - No function touches a Python object, so that all may run without the GIL.
+ * - A range is [start, stop). A size is in tokens unless its comment says bytes, bits or blocks.
+ * - Above a function stands its Python equivalent or its result, in its body first its contract as
+ *   asserts. `mask` in an equivalent is the bitset as a list of bool.
  * SPDX-License-Identifier: Apache-2.0
  */
 #ifndef KVMASK_BITS_H
@@ -14,26 +21,31 @@
 
 #define KM_WORD_BITS 64
 
+/* Equivalent to: ceil(nbits / 64). */
 static inline int64_t km_words(int64_t nbits) {
+    assert(nbits >= 0);
     return nbits / KM_WORD_BITS + (nbits % KM_WORD_BITS != 0);
 }
 
-/* Ones in bits [0, n) of a word, 0 <= n <= 64. */
+/* Equivalent to: 2**n - 1, a word with bits [0, n) set. */
 static inline uint64_t km_low_mask(int64_t n) {
     assert(n >= 0 && n <= 64);
     return n == 64 ? ~UINT64_C(0) : (UINT64_C(1) << n) - 1;
 }
 
+/* Equivalent to: mask[i]. */
 static inline bool km_get(const uint64_t *w, int64_t i) {
     assert(i >= 0);
     return (w[i >> 6] >> (i & 63)) & 1;
 }
 
+/* Equivalent to: mask[i] = True. */
 static inline void km_set(uint64_t *w, int64_t i) {
     assert(i >= 0);
     w[i >> 6] |= UINT64_C(1) << (i & 63);
 }
 
+/* Equivalent to: mask[i] = False. */
 static inline void km_clear(uint64_t *w, int64_t i) {
     assert(i >= 0);
     w[i >> 6] &= ~(UINT64_C(1) << (i & 63));
@@ -112,7 +124,9 @@ static inline bool km_all(const uint64_t *w, int64_t start, int64_t stop) {
     return km_next(w, start, stop, false) >= stop;
 }
 
+/* Equivalent to: math.gcd(a, b). */
 static inline int64_t km_gcd(int64_t a, int64_t b) {
+    assert(a >= 0 && b >= 0);
     while (b) {
         int64_t r = a % b;
         a = b;
@@ -121,8 +135,9 @@ static inline int64_t km_gcd(int64_t a, int64_t b) {
     return a;
 }
 
-/* Set bit i of [0, nbits) when (i + origin) % period lies in [low, period), for 0 <= low < period
- * and origin >= 0. `w` must be zero. The pattern repeats every period / gcd(period, 64) words, so
+/* Equivalent to: mask = [(i + origin) % period >= low for i in range(nbits)]
+ *
+ * All bits of `w` must be zero. The pattern repeats every period / gcd(period, 64) words, so
  * only that many are made bit by bit and the rest are copied. */
 static inline void km_fill_periodic(uint64_t *w, int64_t nbits, int64_t origin, int64_t period,
                                     int64_t low) {
@@ -145,7 +160,7 @@ static inline void km_fill_periodic(uint64_t *w, int64_t nbits, int64_t origin, 
         w[nwords - 1] &= km_low_mask(nbits % KM_WORD_BITS);
 }
 
-/* True when bits past nbits in the last word are zero: the invariant that tests call check_mask. */
+/* True when no bit at or past nbits is set in the last word: the contract above. */
 static inline bool km_clean(const uint64_t *w, int64_t nbits) {
     return nbits % KM_WORD_BITS == 0 || (w[nbits >> 6] & ~km_low_mask(nbits % KM_WORD_BITS)) == 0;
 }

@@ -4,8 +4,8 @@
 #ifndef KVMASK_HEX_H
 #define KVMASK_HEX_H
 
+#include <assert.h>
 #include <stdint.h>
-#include <string.h>
 
 /* SSE2 is part of every x86-64 processor and Neon of every 64-bit Arm: no run-time dispatch. */
 #if defined(__SSE2__)
@@ -14,16 +14,15 @@
 #include <arm_neon.h>
 #endif
 
-/* Eight hex digits of four bytes. Byte order of the result is the text's order. */
-static inline void km_hex4(const unsigned char *in, char *out) {
-    static const char digits[16] = "0123456789abcdef";
-    for (int i = 0; i < 4; i++) {
-        out[2 * i] = digits[in[i] >> 4];
-        out[2 * i + 1] = digits[in[i] & 15];
-    }
+/* Equivalent to: out[:2] = "%02x" % byte. */
+static inline void km_hex_byte(unsigned char byte, char *out) {
+    static const char *const digits = "0123456789abcdef";
+    out[0] = digits[byte >> 4];
+    out[1] = digits[byte & 15];
 }
 
 #if defined(__SSE2__)
+/* Equivalent to: ["0123456789abcdef"[n] for n in nibbles], sixteen at a time. */
 static inline __m128i km_hex_digits(__m128i nibbles) {
     /* '0' + n, and 'a' - '0' - 10 = 39 more where n > 9 */
     __m128i letters = _mm_and_si128(_mm_cmpgt_epi8(nibbles, _mm_set1_epi8(9)), _mm_set1_epi8(39));
@@ -33,6 +32,7 @@ static inline __m128i km_hex_digits(__m128i nibbles) {
 
 /* Equivalent to: out[:2 * n] = in[:n].hex(). `in` and `out` must not overlap. */
 static inline void km_hex(const unsigned char *in, int64_t n, char *out) {
+    assert(n >= 0);
     int64_t i = 0;
 #if defined(__SSE2__)
     const __m128i low = _mm_set1_epi8(15);
@@ -53,13 +53,8 @@ static inline void km_hex(const unsigned char *in, int64_t n, char *out) {
         vst2q_u8((uint8_t *)(out + 2 * i), text);
     }
 #endif
-    for (; i + 4 <= n; i += 4)
-        km_hex4(in + i, out + 2 * i);
-    for (; i < n; i++) {
-        static const char digits[16] = "0123456789abcdef";
-        out[2 * i] = digits[in[i] >> 4];
-        out[2 * i + 1] = digits[in[i] & 15];
-    }
+    for (; i < n; i++)
+        km_hex_byte(in[i], out + 2 * i);
 }
 
 #endif

@@ -19,31 +19,33 @@ typedef struct {
     uint64_t stride; /* from one block to the next */
 } km_region;
 
-/* Equivalent to: last = base + (num_blocks - 1) * stride + size - 1; last < 2**64. The address of
- * the last byte, not of the one after it, so that memory up to the very end of the address space
- * can be described. Returns false, with `last` undefined, when it does not fit. */
+/* Equivalent to: last = base + (num_blocks - 1) * stride + size - 1; return last < 2**64
+ *
+ * The address of the last byte, not of the one after it, so that memory up to the very end of the
+ * address space can be described. `last` is undefined when it does not fit. */
 static inline bool km_region_last(const km_region *r, uint64_t num_blocks, uint64_t *last) {
     assert(num_blocks >= 1 && r->size >= 1);
-    uint64_t span;
-    return !__builtin_mul_overflow(num_blocks - 1, r->stride, &span) &&
-           !__builtin_add_overflow(span, r->base, &span) &&
-           !__builtin_add_overflow(span, r->size - 1, last);
+    uint64_t start;
+    return !__builtin_mul_overflow(num_blocks - 1, r->stride, &start) &&
+           !__builtin_add_overflow(start, r->base, &start) &&
+           !__builtin_add_overflow(start, r->size - 1, last);
 }
 
-/* Contract shared by the functions below. */
+/* Contract of the functions below. */
 static inline bool km_region_valid(const km_region *r, uint64_t num_blocks) {
     uint64_t last;
     return num_blocks >= 1 && r->size >= 1 && (num_blocks == 1 || r->size <= r->stride) &&
            km_region_last(r, num_blocks, &last);
 }
 
-/* Cannot wrap for a valid region and block < num_blocks. */
+/* Equivalent to: base + block * stride. Cannot wrap for a valid region and block < num_blocks. */
 static inline uint64_t km_region_address(const km_region *r, uint64_t block) {
     return r->base + block * r->stride;
 }
 
-/* Smallest x >= 0 with low <= (step * x) % modulus <= high, for low <= high < modulus and
- * step < modulus; false when there is none. Euclid's descent, so at most about 90 levels deep. */
+/* Equivalent to: x = next(x for x in count() if low <= step * x % modulus <= high)
+ *
+ * False when there is none. Euclid's descent, so at most about 90 levels deep. */
 static inline bool km_first_in_range(uint64_t step, uint64_t modulus, uint64_t low, uint64_t high,
                                      uint64_t *x) {
     assert(step < modulus && low <= high && high < modulus);
@@ -105,8 +107,11 @@ static inline bool km_regions_meet(const km_region *a, const km_region *b, uint6
            x <= stop - first;
 }
 
-/* First pair of regions that share a byte, or false. `r` is sorted by base. Only pairs whose
- * extents meet are looked at; regions that are interleaved block by block cost n * n. */
+/* Equivalent to: first, second = next(pair for pair in combinations(range(n), 2)
+ *                                     if the regions of the pair meet)
+ *
+ * False when there is none. `r` is sorted by base. Only pairs whose extents meet are looked at;
+ * regions that are interleaved block by block cost n * n. */
 static inline bool km_regions_find_overlap(const km_region *r, int64_t n, uint64_t num_blocks,
                                            int64_t *first, int64_t *second) {
     for (int64_t i = 0; i < n; i++) {

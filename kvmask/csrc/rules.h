@@ -11,18 +11,21 @@
 
 typedef enum { KM_FULL = 0, KM_WINDOW = 1, KM_CHUNKED = 2, KM_STATE = 3 } km_kind;
 
-/* All sizes in tokens. */
+/* The layers that share one block table and one attention kind. */
 typedef struct {
     km_kind kind;
     bool eagle;     /* its last matched block is dropped and recomputed for the drafter */
     bool cacheable; /* false: keeps its index, takes no part in masks, keys and hits */
     int64_t block_size;
-    int64_t span; /* window (KM_WINDOW, extra retained tokens included) or chunk (KM_CHUNKED) */
+    /* Tokens of the window, extra retained ones included (KM_WINDOW), or of an attention chunk
+     * (KM_CHUNKED). Other kinds have none. */
+    int64_t span;
 } km_group;
 
 #define KM_DENSE (-1) /* retention interval None: a tail at every aligned boundary */
 #define KM_MAX_BOUNDARIES 2
 
+/* Where a later request can resume, and so what blocks it can reach. */
 typedef struct {
     int64_t alignment;                     /* least common multiple of the block sizes */
     int64_t retention;                     /* KM_DENSE, 0 or tokens */
@@ -30,22 +33,30 @@ typedef struct {
     int n_boundaries;
 } km_reach;
 
+/* Equivalent to: ceil(a / b). */
 static inline int64_t km_ceil_div(int64_t a, int64_t b) {
     assert(a >= 0 && b > 0);
     return a / b + (a % b != 0);
 }
 
+/* Equivalent to: value // unit * unit, but towards zero for a negative value. */
 static inline int64_t km_align_down(int64_t value, int64_t unit) {
+    assert(unit > 0);
     return value - value % unit;
 }
 
-/* Contiguous blocks a window hit needs, the EAGLE look-ahead block included. */
+/* Equivalent to: ceil((span - 1) / block_size) + eagle
+ *
+ * Blocks in a row that a window hit needs, the EAGLE look-ahead block included. */
 static inline int64_t km_window_need(const km_group *g, bool eagle) {
     assert(g->kind == KM_WINDOW && g->span >= 1);
     return km_ceil_div(g->span - 1, g->block_size) + (eagle ? 1 : 0);
 }
 
-/* Where a later request with the same prompt can resume: returns how many positions it wrote. */
+/* Where a later request can resume, in tokens. Returns how many positions it wrote.
+ *
+ * The same prompt resumes at its last token at most, which is computed for its logits. Under EAGLE
+ * a hit drops a block: then one aligned segment less for the same prompt, and for a longer one. */
 static inline int km_replay_boundaries(int64_t num_prompt_tokens, int64_t alignment, bool eagle,
                                        int64_t out[KM_MAX_BOUNDARIES]) {
     assert(num_prompt_tokens >= 1);
@@ -60,18 +71,21 @@ static inline int km_replay_boundaries(int64_t num_prompt_tokens, int64_t alignm
     return out[0] == out[1] ? 1 : 2;
 }
 
-/* Sets bits [start, stop) of the whole sequence in a mask that begins at block `origin`. */
+/* Equivalent to: for i in range(nbits): mask[i] |= start <= origin + i < stop */
 static inline void km_fill_shifted(uint64_t *w, int64_t nbits, int64_t origin, int64_t start,
                                    int64_t stop) {
+    assert(nbits >= 0 && origin >= 0);
     start = start > origin ? start - origin : 0;
     stop = stop - origin < nbits ? stop - origin : nbits;
     km_fill(w, start, stop, true);
 }
 
-/* Window mask of blocks [start, end). Returns false, with `w` untouched, when every block counts.
- * `w` holds end - start zero bits. */
+/* Window mask of blocks [start, end), which a hit can need: the last `need` of every retention
+ * segment, and the last `need` before each boundary. Returns false, with `w` untouched, when every
+ * block counts. `w` holds end - start bits, all zero. */
 static inline bool km_window_mask(const km_group *g, const km_reach *r, int64_t start, int64_t end,
                                   uint64_t *w) {
+    assert(g->kind == KM_WINDOW && start >= 0 && end >= start);
     int64_t b = g->block_size, nbits = end - start;
     if (r->alignment % b != 0)
         return false;
@@ -97,9 +111,11 @@ static inline bool km_window_mask(const km_group *g, const km_reach *r, int64_t 
     return true;
 }
 
-/* State mask of blocks [start, end): one state per retention segment and at each boundary. */
+/* State mask of blocks [start, end): the last of every retention segment, and the last before each
+ * boundary. Returns false, with `w` untouched, when every block counts. */
 static inline bool km_state_mask(const km_group *g, const km_reach *r, int64_t start, int64_t end,
                                  uint64_t *w) {
+    assert(g->kind == KM_STATE && start >= 0 && end >= start);
     if (r->retention == KM_DENSE)
         return false;
     int64_t b = g->block_size, nbits = end - start;
@@ -116,7 +132,8 @@ static inline bool km_state_mask(const km_group *g, const km_reach *r, int64_t s
     return true;
 }
 
-/* Reachable mask of blocks [start, end) of any group; false means all true. */
+/* Mask of the blocks [start, end) of any group that a later request can reach. False, with `w`
+ * untouched, means that it can reach all. */
 static inline bool km_reach_mask(const km_group *g, const km_reach *r, int64_t start, int64_t end,
                                  uint64_t *w) {
     assert(start >= 0 && end >= start);

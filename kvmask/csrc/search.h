@@ -15,62 +15,73 @@
 
 #include "rules.h"
 
-/* Presence of one set of groups. Block i is bit (i + 1) * stride - 1: stride is 1, or the hash
- * blocks of one block when hits may end below it. Bits at and past nbits are known to be absent.
- * NULL words stand for all ones. */
+/* Presence of one set of groups. Block i is bit (i + 1) * stride - 1. The stride is 1, or the
+ * number of hash blocks in a block when hits may end inside it. Bits at and past nbits are known to
+ * be absent. NULL words stand for all ones. */
 typedef struct {
-    const uint64_t *maybe;
-    const uint64_t *known;
+    const uint64_t *maybe; /* present, or not yet asked */
+    const uint64_t *known; /* the answer is in */
     int64_t nbits;
     int64_t stride;
 } km_presence;
 
-/* Bits first, first + stride, ... below stop of a presence whose answers decide. */
+/* Bits range(first, stop, stride) of a presence, whose answers decide. */
 typedef struct {
     int64_t first, stop, stride;
 } km_need;
 
-/* Groups with equal specs are searched as one set. Result: blocks [first, len) are reused. */
+/* Groups with equal specs are searched as one set. */
 typedef struct {
     km_group group;
     km_presence presence;
-    int64_t first, len, hit;
-    bool searched, has_need;
+    int64_t first, len; /* result: blocks [first, len) are reused */
+    int64_t hit;        /* result: tokens */
+    bool searched;      /* in this search, at least once */
+    bool has_need;      /* `need` holds what the result rests on and is not known */
     km_need need;
 } km_set_state;
 
+/* One search over all sets. */
 typedef struct {
     km_set_state *sets; /* full attention first, then in order of the first group */
     int n_sets;
     int64_t hash_block, alignment;
-    bool partial;
+    bool partial; /* hits may end at any hash block */
     bool collect; /* go on past a need, as if it were present, and keep every set's last one */
 } km_search;
 
+/* What hits are multiples of. */
 static inline int64_t km_hit_alignment(const km_search *s) {
     return s->partial ? s->hash_block : s->alignment;
 }
 
-/* Hits of this group may end inside a block. */
-static inline bool km_fine(const km_search *s, const km_group *g) {
+/* Whether hits of this group may end inside a block. */
+static inline bool km_ends_inside(const km_search *s, const km_group *g) {
     return s->partial && g->block_size > s->hash_block &&
            (g->kind == KM_FULL || g->kind == KM_STATE);
 }
 
+/* The bit of a block. */
 static inline int64_t km_block_bit(const km_presence *p, int64_t block) {
     return (block + 1) * p->stride - 1;
 }
 
+/* Blocks that lie below nbits. */
 static inline int64_t km_present_blocks(const km_presence *p) {
     return p->nbits / p->stride;
 }
 
+/* Equivalent to: bit < nbits and maybe[bit]. */
 static inline bool km_maybe(const km_presence *p, int64_t bit) {
+    assert(bit >= 0);
     return bit < p->nbits && (p->maybe == NULL || km_get(p->maybe, bit));
 }
 
-/* Largest block in [start, stop) that is absent, or start - 1. */
+/* Equivalent to: max((i for i in range(start, stop) if block i is absent), default=start - 1)
+ *
+ * Blocks below stop have a bit. */
 static inline int64_t km_prev_absent(const km_presence *p, int64_t start, int64_t stop) {
+    assert(start >= 0 && (stop <= start || stop <= km_present_blocks(p)));
     if (p->maybe == NULL)
         return start - 1;
     if (p->stride == 1)
@@ -81,8 +92,11 @@ static inline int64_t km_prev_absent(const km_presence *p, int64_t start, int64_
     return i;
 }
 
-/* Largest block in [0, stop) that may be present, or -1. */
+/* Equivalent to: max((i for i in range(stop) if block i may be present), default=-1)
+ *
+ * Blocks below stop have a bit. */
 static inline int64_t km_prev_maybe(const km_presence *p, int64_t stop) {
+    assert(stop <= km_present_blocks(p));
     if (p->maybe == NULL)
         return stop - 1;
     if (p->stride == 1)
@@ -93,8 +107,11 @@ static inline int64_t km_prev_maybe(const km_presence *p, int64_t stop) {
     return i;
 }
 
-/* End of the run of maybe-present blocks that begins at start, at most stop. */
+/* Equivalent to: next((i for i in range(start, stop) if block i is absent), max(start, stop))
+ *
+ * The end of the run of blocks that begins at start. */
 static inline int64_t km_run_end(const km_presence *p, int64_t start, int64_t stop) {
+    assert(start >= 0);
     if (stop > km_present_blocks(p))
         stop = km_present_blocks(p);
     if (start >= stop || p->maybe == NULL)
@@ -107,10 +124,12 @@ static inline int64_t km_run_end(const km_presence *p, int64_t start, int64_t st
     return i;
 }
 
-/* Records a need when a bit of first, first + stride, ... < stop is unknown. False stops the
- * search. */
+/* Says that the result rests on bits range(first, stop, stride), which all may be present. When one
+ * of them is not known, they become the need of the set, from that one on. Returns whether the
+ * search goes on. */
 static inline bool km_rests_on(const km_search *s, km_set_state *set, int64_t first, int64_t stop,
                                int64_t stride) {
+    assert(first >= 0 && stride >= 1);
     const uint64_t *known = set->presence.known;
     if (known == NULL || first >= stop)
         return true;
@@ -127,6 +146,7 @@ static inline bool km_rests_on(const km_search *s, km_set_state *set, int64_t fi
     return s->collect;
 }
 
+/* The same for blocks [first, stop). */
 static inline bool km_rests_on_blocks(const km_search *s, km_set_state *set, int64_t first,
                                       int64_t stop) {
     const km_presence *p = &set->presence;
@@ -135,9 +155,11 @@ static inline bool km_rests_on_blocks(const km_search *s, km_set_state *set, int
     return km_rests_on(s, set, km_block_bit(p, first), km_block_bit(p, stop - 1) + 1, p->stride);
 }
 
-/* Full attention: the run from the start, then the highest hash boundary inside the next block. */
+/* Full attention: the run of blocks from the start, then the highest hash boundary inside the block
+ * after it. `drop` takes the last matched unit off, for the drafter of EAGLE. */
 static inline bool km_find_full(const km_search *s, km_set_state *set, int64_t max_length,
                                 bool drop) {
+    assert(set->group.kind == KM_FULL && max_length >= 0);
     const km_group *g = &set->group;
     const km_presence *p = &set->presence;
     int64_t b = g->block_size, a = km_hit_alignment(s);
@@ -145,7 +167,7 @@ static inline bool km_find_full(const km_search *s, km_set_state *set, int64_t m
     if (!km_rests_on_blocks(s, set, 0, run))
         return false;
     int64_t hit = run * b;
-    if (km_fine(s, g)) {
+    if (km_ends_inside(s, g)) {
         km_need block_need = set->need;
         bool had_need = set->has_need;
         int64_t low = run * p->stride;
@@ -176,6 +198,7 @@ static inline bool km_find_full(const km_search *s, km_set_state *set, int64_t m
  * EAGLE drop. A run that touches block 0 counts even when it is shorter. */
 static inline bool km_find_window(const km_search *s, km_set_state *set, int64_t max_length,
                                   bool drop) {
+    assert(set->group.kind == KM_WINDOW && max_length >= 0);
     const km_group *g = &set->group;
     const km_presence *p = &set->presence;
     int64_t b = g->block_size, a = km_hit_alignment(s), shift = drop ? 1 : 0;
@@ -212,8 +235,7 @@ static inline bool km_find_window(const km_search *s, km_set_state *set, int64_t
     if (!km_rests_on_blocks(s, set, low, e + 1))
         return false;
     int64_t len = e + 1;
-    bool whole = e - low + 1 >= need;
-    if (!whole)
+    if (e - low + 1 < need) /* it touches block 0 */
         len -= len % period;
     if (drop && len > 0) {
         len -= 1;
@@ -225,13 +247,15 @@ static inline bool km_find_window(const km_search *s, km_set_state *set, int64_t
     return true;
 }
 
-/* State layers: the right-most present aligned state. No EAGLE margin. */
+/* State layers: from the right, the first aligned block whose state is present. EAGLE drops none.
+ */
 static inline bool km_find_state(const km_search *s, km_set_state *set, int64_t max_length) {
+    assert(set->group.kind == KM_STATE && max_length >= 0);
     const km_group *g = &set->group;
     const km_presence *p = &set->presence;
     int64_t b = g->block_size, a = km_hit_alignment(s);
     set->first = set->len = set->hit = 0;
-    if (km_fine(s, g)) {
+    if (km_ends_inside(s, g)) {
         int64_t stop = max_length / a < p->nbits ? max_length / a : p->nbits;
         int64_t bit = p->maybe == NULL ? stop - 1 : km_prev(p->maybe, 0, stop, true);
         if (bit < 0)
@@ -264,6 +288,7 @@ static inline bool km_find_state(const km_search *s, km_set_state *set, int64_t 
 /* Chunked local attention: blocks before the current attention chunk count as present. vLLM asks
  * for block size == alignment; other alignments cut the hit down and search again there. */
 static inline bool km_find_chunked(const km_search *s, km_set_state *set, int64_t max_length) {
+    assert(set->group.kind == KM_CHUNKED && set->group.span >= 1 && max_length >= 0);
     const km_group *g = &set->group;
     int64_t b = g->block_size, a = km_hit_alignment(s);
     for (;;) {
@@ -281,6 +306,8 @@ static inline bool km_find_chunked(const km_search *s, km_set_state *set, int64_
     }
 }
 
+/* The longest hit of one set alone, of at most max_length tokens. Returns whether the search goes
+ * on; the set then holds its result. */
 static inline bool km_find_set(const km_search *s, km_set_state *set, int64_t max_length,
                                bool drop) {
     set->has_need = false;
@@ -297,13 +324,15 @@ static inline bool km_find_set(const km_search *s, km_set_state *set, int64_t ma
     return km_find_chunked(s, set, max_length);
 }
 
-/* What an EAGLE group matches past a hit before it drops it. */
+/* Tokens that an EAGLE group matches past a hit, which it then drops. */
 static inline int64_t km_eagle_margin(const km_search *s, const km_group *g) {
-    return km_fine(s, g) ? s->hash_block : g->block_size;
+    return km_ends_inside(s, g) ? s->hash_block : g->block_size;
 }
 
-/* One pass over the sets; returns false on a need (collect off). */
-static inline bool km_pass(km_search *s, bool eagle, uint64_t *verified, int64_t *length) {
+/* One pass over the sets: each is searched below what the ones before it found. `verified` has a
+ * bit for every set whose EAGLE drop holds at the present length. Returns whether the search goes
+ * on. */
+static inline bool km_search_pass(km_search *s, bool eagle, uint64_t *verified, int64_t *length) {
     int64_t current = *length;
     for (int i = 0; i < s->n_sets; i++) {
         km_set_state *set = &s->sets[i];
@@ -347,7 +376,7 @@ static inline int64_t km_find_hit(km_search *s, int64_t max_length, bool eagle) 
     int64_t hit = max_length;
     for (;;) {
         int64_t current = hit;
-        if (!km_pass(s, eagle, &verified, &current))
+        if (!km_search_pass(s, eagle, &verified, &current))
             return -1;
         if (current >= hit)
             break;
@@ -365,10 +394,13 @@ static inline int64_t km_find_hit(km_search *s, int64_t max_length, bool eagle) 
     return hit;
 }
 
-/* Token boundary whose digest keys the last reused block: the hit itself, or, when hits may end
- * inside a block and nothing is stored there, the next present boundary of the same block. */
+/* The token boundary whose digest keys the last reused block: the hit itself, or, when hits may end
+ * inside a block and nothing is stored there, the next present boundary of the same block.
+ * `presence` is that of one group of the set. Returns whether the answer is known; if not, the set
+ * holds the need. */
 static inline bool km_tail_boundary(const km_search *s, km_set_state *set,
                                     const km_presence *presence, int64_t hit, int64_t *boundary) {
+    assert(hit >= 0);
     *boundary = hit;
     set->has_need = false;
     if (!s->partial || hit == 0)

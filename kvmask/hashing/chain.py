@@ -153,10 +153,10 @@ def _pickled_extra(extra: tuple[Any, ...]) -> bytes:
     could differ. The objects around `extra` are made here, so that none of them can also be inside.
     """
     parent, tokens = bytes(bytearray(32)), tuple(range(1))
-    whole = _pickle_block(parent, tokens, extra)
+    pickled = _pickle_block(parent, tokens, extra)
     head = 2 + 9 + 2 + 32 + 1 + 2 + 2  # PROTO, FRAME, parent, its MEMOIZE, token, TUPLE1, MEMOIZE
     tail = 3  # TUPLE3, MEMOIZE, STOP
-    return whole[head:-tail]
+    return pickled[head:-tail]
 
 
 def _check_extras(extra_keys: ExtraKeys, blocks: int) -> list[tuple[Any, ...] | None]:
@@ -209,6 +209,7 @@ def chain_hashes(
     algorithm: str,
     parent: bytes,
     extra_keys: ExtraKeys | None = None,
+    *,
     own_parent: bool = True,
 ) -> bytes:
     """Digests of all full blocks, one after the other; `hash_tokens` without its checks.
@@ -238,7 +239,7 @@ def chain_hashes(
         # The caller's parent may itself be among the caller's extra keys.
         first = digest(_pickle_block(parent, ids.take(0, block_size), extras[0]))
         rest = ids.part(block_size, blocks * block_size)
-        return b"".join((first, chain_hashes(rest, block_size, algorithm, first, extras[1:], True)))
+        return first + chain_hashes(rest, block_size, algorithm, first, extras[1:])
     parts = _serialise_extras(extras, _pickled_extra)
     if _core.splits_frames(block_size, max(len(part) for part in parts if part is not None)):
         return _exact_chain(ids, block_size, digest, parent, extras)
@@ -301,7 +302,7 @@ def hash_tokens(
     else:
         start = _check_parent(parent)
     ids = token_ids if type(token_ids) is _core.TokenIds else _core.TokenIds(token_ids)
-    chain = chain_hashes(ids, size, algorithm, start, extra_keys, own_parent)
+    chain = chain_hashes(ids, size, algorithm, start, extra_keys, own_parent=own_parent)
     return BlockHashes(chain, width, origin=DigestOrigin(size, algorithm, start))
 
 
@@ -387,22 +388,19 @@ class BlockHasher:
         ids = _core.TokenIds(token_ids)
         size, parent, new = self.block_size, self._last, b""
         need = size - len(self._tail) if self._tail else 0
-        whole = need <= len(ids)
         blocks = (len(self._tail) + len(ids)) // size
         extras = _check_extras(extra_keys, blocks) if extra_keys is not None else None
-        if not whole:
+        if len(ids) < need:
             self._tail += ids.take(0, len(ids))
             return []
         if need:
             # Only this block is copied; those after it are read where they lie.
             block = _core.TokenIds((*self._tail, *ids.take(0, need)))
-            new = parent = chain_hashes(
-                block, size, self.algorithm, parent, extras and extras[:1], True
-            )
+            new = parent = chain_hashes(block, size, self.algorithm, parent, extras and extras[:1])
             ids = ids.part(need, len(ids))
             extras = extras and extras[1:]
         tail = ids.take(len(ids) // size * size, len(ids))
-        new += chain_hashes(ids, size, self.algorithm, parent, extras, True)
+        new += chain_hashes(ids, size, self.algorithm, parent, extras)
         digests = _core.split_digests(new, self.digest_size)
         self._tail = list(tail)
         if digests:

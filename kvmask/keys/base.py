@@ -186,9 +186,9 @@ class KeySchema:
         """Make the builder from fields that are known to be good."""
         raise NotImplementedError
 
-    def _build(self, prefix: str, suffix: str = "", strip: bool = False) -> None:
+    def _build(self, prefix: str, suffix: str = "", *, as_number: bool = False) -> None:
         # The dataclasses are frozen.
-        object.__setattr__(self, "_builder", KeyBuilder(prefix, suffix, strip))
+        object.__setattr__(self, "_builder", KeyBuilder(prefix, suffix, as_number=as_number))
 
     def keys(
         self, hashes: Hashes, mask: Mask | None = None, start: int = 0, scale: int = 1

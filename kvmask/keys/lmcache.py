@@ -135,7 +135,7 @@ class LMCacheKeys(KeySchema):
             words.append(str(self.layer_id))
         words += [f"{name}%{value}" for name, value in self.tags.items()]
         prefix = f"{self.model}@{self.world_size}@{self.worker_id}@"
-        self._build(prefix, "@" + "@".join(words), self.number)
+        self._build(prefix, "@" + "@".join(words), as_number=self.number)
 
     @classmethod
     def _candidates(cls, key: str) -> Iterator[tuple[LMCacheKeys, bytes]]:

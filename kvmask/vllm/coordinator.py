@@ -41,7 +41,11 @@ def store_mask(
             self, aligned_token_len, start_token, num_prompt_tokens
         )
     return rules.core.reach_masks(
-        aligned_token_len, max(0, start_token), prompt, False, current().stores_states
+        aligned_token_len,
+        max(0, start_token),
+        prompt,
+        dense=False,
+        states=current().stores_states,
     )
 
 
@@ -54,7 +58,7 @@ def lookup_mask(self: Any, aligned_token_len: int) -> Masks:
     rules = _mask_rules(self)
     if rules is None:
         return stock("coordinator.lookup_mask")(self, aligned_token_len)
-    return rules.core.reach_masks(aligned_token_len, 0, None, True, True)
+    return rules.core.reach_masks(aligned_token_len, 0, None, dense=True, states=True)
 
 
 def load_mask(self: Any, block_hashes: Sequence[bytes], token_len: int) -> tuple[Bitset, ...]:
@@ -91,7 +95,7 @@ def find_longest_cache_hit(
             zip(rules.scales, rules.lengths, rules.block_sizes, rules.cacheable, strict=True)
         )
     ]
-    hit, masks, _ = rules.core.find_hit(present, max_length, apply_eagle)
+    hit, masks, _ = rules.core.find_hit(present, max_length, eagle=apply_eagle)
     return masks, hit
 
 

@@ -72,7 +72,7 @@ class Rules:
             coord.hash_block_size,
             coord.lcm_block_size,
             coord.retention_interval,
-            partial_hits(coord),
+            partial=partial_hits(coord),
         )
         self.hash_block: int = coord.hash_block_size
         self.unit: int = coord.hash_block_size if partial_hits(coord) else coord.lcm_block_size
