@@ -389,6 +389,7 @@ def test_a_hit_within_what_blocks_give_is_none():
     [
         (-1, ArgumentError, "`held` must be at least 0, got -1"),
         ([16], ArgumentError, "`held` must hold one entry per group, got 1 and 2"),
+        (Held((16,), 16), ArgumentError, "`held` must hold one entry per group, got 1 and 2"),
         ([16, -1], ArgumentError, "`held` must be at least 0, got -1"),
         ({"swa": 16}, ArgumentError, "`held` must name groups of the contract, got 'swa'"),
         ({0: 16}, ArgumentError, "`held` must name groups of the contract, got 0"),
