@@ -304,8 +304,9 @@ class BlockPlan:
     def _read(self, answer: Any) -> list[int]:
         """The answers to the last put or get, one per key."""
         start, stop = self._range
-        call, given = self._call, read_answers(answer, stop - start)
-        if call is None or self._call is not call or self._range != (start, stop):
+        call = self._take() if self._call is None else self._call
+        given = read_answers(answer, stop - start)
+        if self._call is not call or self._range != (start, stop):
             # An iterator's own code, or another thread.
             raise PlanStateError("`feed` must be given an answer once, got it while it was read")
         self._call = None

@@ -57,11 +57,15 @@ def held_of(scheme: Scheme, held: Any) -> Held | None:
         ArgumentError: A number is negative, or there is not one entry per group.
         TypeError: An entry is neither.
     """
-    if held is None or isinstance(held, Held):
-        return held
-    if type(held) is int and held == 0:
+    if held is None or (type(held) is int and held == 0):
         return None
     groups = scheme.groups
+    if isinstance(held, Held):
+        if len(held.groups) != len(groups):
+            raise ArgumentError(
+                f"`held` must hold one entry per group, got {len(held.groups)} and {len(groups)}"
+            )
+        return held
     if isinstance(held, Mapping):
         names = {g.name for g in groups}
         for name in held:

@@ -249,22 +249,43 @@ class LoadPlan(BlockPlan):
         failed: dict[int, list[int]] = {}
         for f in self._failures:
             failed.setdefault(f.group, []).append(f.block)
-        present: list[Bitset] = []
+        good = [Bitset.zeros(0)] * len(self._scheme.groups)
+        present = list(good)
         for group in self._scheme.groups:
             if not group.cacheable:
-                present.append(Bitset.zeros(0))
                 continue
-            n = len(hit.masks[group.index])
-            good = hit.masks[group.index]
+            g, n = group.index, len(hit.masks[group.index])
+            blocks = Bitset.from_bools(hit.masks[g])
             if self._held is not None:
-                good = good | self._held.blocks(group, n)
-            bad = sorted(set(failed.get(group.index, [])))
-            good = good & ~Bitset.from_indices(n, bad)
+                blocks = blocks | self._held.blocks(group, n)
+            bad = sorted(set(failed.get(g, [])))
+            good[g] = present[g] = blocks & ~Bitset.from_indices(n, bad)
             scale = group.block_size // coord.hash_block_size if coord.partial_hits else 1
             if scale > 1:
-                good = _spread(good, scale, hit.length // coord.hash_block_size)
-            present.append(good)
-        return coord.find_hit(present, hit.length, False).length
+                ends = hit.length // coord.hash_block_size
+                if group.kind == "state":
+                    tail = (hit.tail_tokens[g] or hit.length) // coord.hash_block_size
+                    present[g] = _state_bits(good[g], scale, ends, tail)
+                else:
+                    present[g] = _spread(good[g], scale, ends)
+        length = hit.length
+        while length:
+            length = coord.find_hit(present, length, False).length
+            if not length or _within(coord.load_mask(length), good):
+                break
+            # An attention chunk that begins inside a block: the search, like vLLM's, takes what
+            # lies before the chunk of the longer length for present.
+            length -= coord.hit_alignment
+        return length
+
+
+def _within(masks: Sequence[Bitset], good: Sequence[Bitset]) -> bool:
+    """Whether every block of the masks is a good one."""
+    return all(
+        len(mask) <= len(there) and not (mask & ~there[: len(mask)]).count()
+        for mask, there in zip(masks, good, strict=True)
+        if mask.count()
+    )
 
 
 def _spread(blocks: Bitset, scale: int, n: int) -> Bitset:
@@ -272,6 +293,13 @@ def _spread(blocks: Bitset, scale: int, n: int) -> Bitset:
     return Bitset.from_indices(
         n, [j for i in blocks.indices() for j in range(i * scale, min((i + 1) * scale, n))]
     )
+
+
+def _state_bits(blocks: Bitset, scale: int, n: int, tail: int) -> Bitset:
+    """Bits of hash blocks: a good block holds the state at its end, and the last one that at the
+    hit's tail (counted in hash blocks)."""
+    ends = [min((i + 1) * scale, tail) - 1 for i in blocks.indices()]
+    return Bitset.from_indices(n, [end for end in ends if end < n])
 
 
 def _checked_hit(hit: Any, groups: int, alignment: int) -> Hit:

@@ -160,13 +160,13 @@ class LookupPlan:
                     known = [answer if f else k for f, k in zip(found, known, strict=True)]
             rest = [key for key, k in zip(keys, known, strict=True) if k is None]
             self._skipped += len(keys) - len(rest)
-            self._vouched += known.count(1)
             if self._tools.stats is not None:
                 self._tools.stats.add(memo_keys=known.count(1), avoided_keys=known.count(0))
             if rest:
                 self._known = known
                 return rest
             self._spared += 1
+            self._vouched += known.count(1)
             self._core.feed([k for k in known if k is not None])
             keys = self._core.next_keys()
         return keys
@@ -203,6 +203,7 @@ class LookupPlan:
         self._taken()
         if self._tools.memo is not None:
             self._tools.memo.add(k for k, a in zip(keys, given, strict=True) if a == 1)
+        self._vouched += self._known.count(1)
         rest = iter(given)
         self._core.feed([next(rest) if k is None else k for k in self._known])
 

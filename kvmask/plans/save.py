@@ -14,12 +14,13 @@ from kvmask._core import (
     read_answers,
 )
 from kvmask.errors import ArgumentError, PlanStateError
+from kvmask.groups import check_count
 from kvmask.plans.blocks import BlockPlan, Rows, block_tables, check_tokens
 from kvmask.plans.calls import EXISTS, PUT, WAIT, Call
 from kvmask.plans.lookup import check_digests
 from kvmask.plans.policy import CALL_FAILED, NOT_TRIED
 from kvmask.plans.results import BlockFailure, Handoff, SaveResult
-from kvmask.plans.scheme import GroupScheme
+from kvmask.plans.scheme import GroupScheme, Scheme
 from kvmask.plans.tools import PlanTools
 
 
@@ -34,7 +35,8 @@ class SavePlan(BlockPlan):
         source: A bound contract, or a Scheme with memory.
         hashes: One digest for every full hash block of the tokens.
         tables: Per group, by name or in order, the block table from the request's first block on.
-            It may be shorter than the prefix: what it lacks is not saved and the mark stops there.
+            An entry whose block holds nothing names the null block. The table may be shorter than
+            the prefix: what it lacks is not saved and the mark stops there.
         num_tokens: Tokens whose blocks are computed; rounded down to what can be stored.
         start_token: Everything below is stored already (`SaveResult.mark` of the last save).
         num_prompt_tokens: Length of the prompt, for the replay boundaries of sparse retention.
@@ -43,6 +45,8 @@ class SavePlan(BlockPlan):
         tools: Policy, memos and counters; neutral ones by default.
         masks: Per group which blocks from ``start_token`` on are worth storing; by default the
             contract's rule.
+        reused_tokens: Tokens that a load has filled. Blocks wholly below are not saved: of a window
+            a load fills the last blocks alone.
 
     Raises:
         ArgumentError: The digests do not cover the tokens, or a count is out of range.
@@ -63,6 +67,7 @@ class SavePlan(BlockPlan):
         event: Any = None,
         tools: PlanTools | None = None,
         masks: Sequence[Bitset | Sequence[bool] | None] | None = None,
+        reused_tokens: int = 0,
     ) -> None:
         super().__init__(source, hashes, event, tools)
         scheme, coord = self._scheme, self._scheme.coord
@@ -70,6 +75,7 @@ class SavePlan(BlockPlan):
         start_token = check_tokens(start_token, "start_token")
         rows = block_tables(scheme, tables)
         self._start_token = start_token
+        self._reused = check_tokens(reused_tokens, "reused_tokens")
         # A mark inside a block says that its first part is stored, under its own key. The block as
         # a whole is still to come.
         self._resume = start_token // coord.alignment * coord.alignment
@@ -111,7 +117,10 @@ class SavePlan(BlockPlan):
             return
         size, null = group.block_size, self._tools.null_block
         end = self.num_tokens // size
-        start = min(-(-self._resume // size), end)
+        first = min(-(-self._resume // size), end)
+        start = min(max(first, self._reused // size), end)
+        if mask is not None and start > first:
+            mask = mask[start - first :]
         if needed is not None and mask is not None:
             # With hits at every hash block, what a hit at this very end needs is stored too.
             # Another group can end it earlier, so it can be shorter than the mask.
@@ -135,31 +144,25 @@ class SavePlan(BlockPlan):
                 self._mark = min(self._mark, end * size)
             elif table[end] != null:
                 tail = (end, table[end], self.num_tokens)
+            elif group.kind == "full":
+                self._mark = min(self._mark, end * size)
         if ids or tail is not None:
             self._add(group, planned, start, ids, tail)
 
     def _hand_over(self, handoff: Handoff) -> None:
         """Add a block that an engine hands over, when it is this rank's to write."""
-        if not isinstance(handoff, Handoff):
-            raise TypeError(f"`handoffs` must hold Handoff, got {type(handoff).__name__}")
-        groups, unit = self._scheme.groups, self._scheme.coord.hash_block_size
-        known = [g for g in groups if handoff.group in (g.index, g.name)]
-        if not known or not known[0].cacheable:
-            raise ArgumentError(
-                "`handoffs` must name cacheable groups of the contract, "
-                f"got {handoff.group!r} and {[g.name for g in groups if g.cacheable]}"
-            )
-        group, boundary = known[0], check_tokens(handoff.num_tokens, "handoffs")
-        if boundary == 0 or boundary % unit or boundary // unit > len(self._hashes):
+        group, boundary, block_id = check_handoff(self._scheme, handoff)
+        unit = self._scheme.coord.hash_block_size
+        if boundary // unit > len(self._hashes):
             raise ArgumentError(
                 "`handoffs` must end at a hash block that has a digest, "
                 f"got {boundary} tokens and {len(self._hashes)} digests of {unit}"
             )
-        if handoff.block_id == self._tools.null_block:
-            raise ArgumentError(f"`handoffs` must not name the null block, got {handoff.block_id}")
+        if block_id == self._tools.null_block:
+            raise ArgumentError(f"`handoffs` must not name the null block, got {block_id}")
         block = -(-boundary // group.block_size) - 1
         if group.own and block % group.writers == group.turn:
-            self._add(group, None, 0, [], (block, handoff.block_id, boundary))
+            self._add(group, None, 0, [], (block, block_id, boundary))
 
     def _twin_keys(self) -> None:
         """Find keys that stand twice in the plan: a block of the table that is handed over too."""
@@ -393,6 +396,34 @@ class SavePlan(BlockPlan):
             self._num_bytes,
             self._pressure,
         )
+
+
+def check_handoff(scheme: Scheme, handoff: Any) -> tuple[GroupScheme, int, int]:
+    """The group, the boundary in tokens and the block of a hand-off, checked.
+
+    Raises:
+        ArgumentError: There is no such cacheable group, or a number is out of range.
+        TypeError: It is no Handoff, or a number is no integer.
+    """
+    if not isinstance(handoff, Handoff):
+        raise TypeError(f"`handoffs` must hold Handoff, got {type(handoff).__name__}")
+    given = handoff.group
+    if not isinstance(given, str):
+        given = check_count(given, "the group of `handoffs`", 0)
+    groups, unit = scheme.groups, scheme.coord.hash_block_size
+    known = [g for g in groups if given in (g.index, g.name) and g.cacheable]
+    if not known:
+        raise ArgumentError(
+            "`handoffs` must name cacheable groups of the contract, "
+            f"got {given!r} and {[g.name for g in groups if g.cacheable]}"
+        )
+    boundary = check_tokens(handoff.num_tokens, "handoffs")
+    if boundary == 0 or boundary % unit:
+        raise ArgumentError(
+            "`handoffs` must end at a hash block that has a digest, "
+            f"got {boundary} tokens and hash blocks of {unit}"
+        )
+    return known[0], boundary, check_count(handoff.block_id, "the block of `handoffs`", 0)
 
 
 def _check_masks(masks: Any, groups: int) -> None:

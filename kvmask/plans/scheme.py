@@ -124,7 +124,7 @@ def scheme_of(source: Any, *, memory: bool = False) -> Scheme:
         TypeError: It is none of them.
         PlanStateError: Memory is needed and the contract is not bound to any.
     """
-    found = getattr(source, "scheme", source)
+    found = source if type(source) is Scheme else getattr(source, "scheme", source)
     if not isinstance(found, Scheme):
         raise TypeError(
             "`source` must be a Contract, a bound contract or a Scheme, "
