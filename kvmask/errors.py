@@ -60,5 +60,9 @@ class KeyFormatWarning(UserWarning):
     """A key in an engine's own format that other metadata could also produce."""
 
 
+class StoreConfigWarning(UserWarning):
+    """A setting of a store that was mended, or that engines read in different ways."""
+
+
 class UnsupportedReleaseError(KVMaskError, RuntimeError):
     """The installed vLLM differs from the releases kvmask was checked against."""

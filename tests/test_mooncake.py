@@ -29,6 +29,12 @@ ADDRESS = "127.0.0.1:50051"
         ("9", 9),
         (".5GB", GIB // 2),
         (10.0, 10),
+        # Mooncake's own reader knows these.
+        ("4g", 4 * GIB),
+        ("64m", 64 << 20),
+        ("1tb", 1 << 40),
+        ("1.5 T", 3 << 39),
+        ("2k", 2048),
         ("9007199254740993", 9007199254740993),  # above 2^53: no float on the way
     ],
 )
@@ -37,7 +43,23 @@ def test_sizes_as_vllm_files_write_them(value, size):
 
 
 @pytest.mark.parametrize(
-    "value", ["", "GB", "4 TB", "-1", -1, "1.2.3GB", None, True, [], float("nan"), "4GB!", "٤GB"]
+    "value",
+    [
+        "",
+        "GB",
+        "4 PB",
+        "1GiB",
+        "1gi",
+        "-1",
+        -1,
+        "1.2.3GB",
+        None,
+        True,
+        [],
+        float("nan"),
+        "4GB!",
+        "٤GB",
+    ],
 )
 def test_sizes_that_are_none(value):
     with pytest.raises(ArgumentError, match="`local_buffer_size` must be a number of bytes"):
@@ -76,6 +98,7 @@ def test_the_file_is_read(tmp_path):
     path.write_text(json.dumps(values))
     config = StoreConfig.from_file(path)
     expected = values | {"global_segment_size": 0, "local_buffer_size": GIB, "tenant_id": "team"}
+    expected["local_hostname"] = ""
     assert vars(config) == expected
     for empty in (None, "", "  "):
         assert StoreConfig.from_mapping(values | {"tenant_id": empty}).tenant_id == "default"
@@ -197,27 +220,68 @@ except kvmask.errors.MissingDependencyError as error:
     assert out.stdout == "told\n", out.stderr
 
 
-def test_a_refused_setup_names_the_code(monkeypatch):
-    class Module:
-        class MooncakeDistributedStore:
-            def setup(self, *args, **kwargs):
-                assert args == ("host", "", 1 << 20, 2 << 20, "rdma", "", address)
-                assert kwargs == {"tenant_id": "team"}
-                return -900
+def module(setup):
+    """A `mooncake.store` whose client is set up by a function."""
 
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        monkeypatch.setattr("kvmask.mooncake.client.import_store", lambda: Module)
-        settings = {
-            "master_server_address": address,
-            "tenant_id": "team",
-            "global_segment_size": "1MB",
-        }
-        with pytest.raises(StoreError, match=r"got -900 \(RPC_FAIL\)") as caught:
-            mooncake.connect(settings, buffer_bytes=2 << 20, hostname="host")
+    class Store:
+        def setup(self, *args, **kwargs):
+            return setup(*args, **kwargs)
+
+    class Module:
+        MooncakeDistributedStore = Store
+
+    return Module
+
+
+@pytest.fixture
+def no_servers(monkeypatch):
+    monkeypatch.setattr("kvmask.mooncake.client.check_servers", lambda config, timeout: None)
+
+
+SETTINGS = {
+    "metadata_server": "P2PHANDSHAKE",
+    "master_server_address": ADDRESS,
+    "tenant_id": "team",
+    "global_segment_size": "16MB",
+}
+
+
+def test_a_refused_setup_names_the_code(monkeypatch, no_servers):
+    def setup(*args, **kwargs):
+        assert args == ("host", "P2PHANDSHAKE", 16 << 20, 2 << 20, "rdma", "", ADDRESS)
+        assert kwargs == {"tenant_id": "team"}
+        return -900
+
+    monkeypatch.setattr("kvmask.mooncake.client.import_store", lambda: module(setup))
+    with pytest.raises(StoreError, match=r"got -900 \(RPC_FAIL\)") as caught:
+        mooncake.connect(SETTINGS, buffer_bytes=2 << 20, hostname="host")
     assert caught.value.code == -900
+    for text in ("`metadata_server` P2PHANDSHAKE", f"`master_server_address` {ADDRESS}", "at host"):
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("huge", [False, True])
+def test_memory_that_runs_out_names_both_sizes(monkeypatch, no_servers, huge):
+    def setup(*args, **kwargs):
+        raise MemoryError("std::bad_alloc")
+
+    monkeypatch.delenv("MC_STORE_USE_HUGEPAGE", raising=False)
+    if huge:
+        monkeypatch.setenv("MC_STORE_USE_HUGEPAGE", "1")
+    monkeypatch.setattr("kvmask.mooncake.client.import_store", lambda: module(setup))
+    with pytest.raises(StoreError) as caught:
+        mooncake.connect(SETTINGS | {"local_buffer_size": "30GB"}, hostname="host")
+    text = str(caught.value)
+    assert "segment (`global_segment_size`) of 16777216 bytes" in text
+    assert "buffer (`local_buffer_size`) of 32212254720 bytes" in text
+    assert ("$MC_STORE_USE_HUGEPAGE is set, and vm.nr_hugepages reserves " in text) == huge
+    assert isinstance(caught.value.__cause__, MemoryError)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "10", None])
+def test_a_time_limit_that_is_none(timeout):
+    with pytest.raises(ArgumentError, match="`timeout` must be a number of seconds above 0"):
+        mooncake.connect(SETTINGS, timeout=timeout)
 
 
 def test_no_master_program(monkeypatch, tmp_path):
