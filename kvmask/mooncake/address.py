@@ -130,7 +130,7 @@ def metadata_endpoints(value: str) -> Endpoints:
             f"`{name}` must be {HANDSHAKE!r} or begin with http://, https:// or etcd://, "
             f"got {shown(value)}"
         )
-    if not separator and ":" not in value:
+    if not separator and (":" not in value or value.upper().startswith(HANDSHAKE)):
         raise ArgumentError(
             f"`{name}` must be {HANDSHAKE!r}, a URL or host:port, got {shown(value)}"
         )
@@ -139,10 +139,15 @@ def metadata_endpoints(value: str) -> Endpoints:
 
 def check_hostname(value: str, name: str) -> str:
     """Return the address that this client gives to others: a host, with or without a port."""
+    import ipaddress
+
     text = value.strip()
-    bare = re.fullmatch(r"\[?([0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)\]?(%\w+)?", text)
-    if bare or re.fullmatch(r"\w[\w.-]*", text, re.ASCII):
+    if re.fullmatch(r"\w[\w.-]*", text, re.ASCII):
         return text
+    with contextlib.suppress(ValueError):
+        bare = text[1:-1] if text[:1] + text[-1:] == "[]" else text
+        if ipaddress.ip_address(bare).version == 6:
+            return text
     # A third part is the number of a device, which builds for Ascend append.
     split_address(re.sub(r":npu_\d+$", "", text), name, value)
     return text
@@ -164,17 +169,17 @@ def _interface_address() -> str:
     import socket
     import struct
 
-    names = [name for _, name in socket.if_nameindex() if name != "lo"]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        for name in names:
+        for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 request = struct.pack("256s", name.encode()[:15])
                 answer = fcntl.ioctl(s.fileno(), 0x8915, request)  # SIOCGIFADDR
-                return socket.inet_ntoa(answer[20:24])
+                if answer[20] != 127:
+                    return socket.inet_ntoa(answer[20:24])
     with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as table:
         for line in table:
-            digits, _, _, scope, _, name = line.split()
-            if scope == "00" and name != "lo":  # neither loopback nor of one link
+            digits, _, _, scope, _, _ = line.split()
+            if scope == "00":  # neither loopback nor of one link
                 return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
     return ""
 

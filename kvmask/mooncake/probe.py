@@ -58,7 +58,9 @@ def check_servers(config: StoreConfig, timeout: float) -> None:
     if config.protocol == "rpc_only":
         return  # such a client tells nobody where it is
     metadata = metadata_endpoints(config.metadata_server)
-    where = f"nothing answers at `metadata_server` {config.metadata_server}"
+    where = f"no metadata server answers at `metadata_server` {config.metadata_server}"
+    if "://" not in config.metadata_server:
+        where += " (without http:// this is an etcd)"
     if metadata.kind == "http":
         _wait(lambda limit: _ask_http(metadata.url, limit), deadline, where)
     elif metadata.kind == "etcd":
@@ -147,17 +149,14 @@ def _ask_master(host: str, port: int, limit: float) -> None:
         return
     answer = _exchange(host, port, _RPC_CALL, limit)
     if answer and answer[0] != _RPC_MAGIC:
-        raise StoreError(f"what listens there is no master, it answers {shown(answer)}")
+        raise StoreError(f"what listens there is no master, it answers {answer[:16]!r}")
     # Another release may close the connection here. If it is no master, the client fails at once.
 
 
 def _ask_etcd(host: str, port: int, limit: float) -> None:
     answer = _exchange(host, port, _HTTP2_CALL, limit)
     if len(answer) < 4 or answer[3] != 4 or answer.startswith(b"HTTP"):  # 4: a frame of settings
-        raise StoreError(
-            f"what listens there is no etcd, it answers {shown(answer)}; the URL of an HTTP "
-            "metadata server is written out, as http://host:port/metadata"
-        )
+        raise StoreError(f"what listens there is no etcd, it answers {answer[:16]!r}")
 
 
 def _ask_http(url: str, limit: float) -> None:
