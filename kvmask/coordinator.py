@@ -15,7 +15,7 @@ from kvmask.errors import AlignmentError, ArgumentError
 from kvmask.groups import ChunkedLocal, FullAttention, Group, Mamba, SlidingWindow
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Hit:
     """A reusable prefix.
 
@@ -52,6 +52,17 @@ class Hit:
     unknown: int = field(default=0, compare=False)
     cause: BaseException | None = field(default=None, compare=False)
     held: Any = field(default=None, compare=False)
+
+    @classmethod
+    def _bare(cls, length: int, masks: tuple[Bitset, ...], tail_tokens: tuple[int, ...]) -> Hit:
+        """A hit that no store was asked for.
+
+        The constructor of a frozen dataclass takes as long as a search. Here the other fields keep
+        their defaults, which are attributes of the class.
+        """
+        hit = object.__new__(cls)
+        hit.__dict__.update(length=length, masks=masks, tail_tokens=tail_tokens)
+        return hit
 
     @property
     def answered(self) -> bool:
@@ -240,7 +251,7 @@ class Coordinator:
         >>> coord.find_hit([[True, True, False]], 48).length
         32
         """
-        return Hit(*self._core.find_hit(present, max_length, eagle=eagle))
+        return Hit._bare(*self._core.find_hit(present, max_length, eagle=eagle))
 
     def __repr__(self) -> str:
         return (

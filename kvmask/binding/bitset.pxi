@@ -71,7 +71,7 @@ cdef class Bitset:
     Bitset(4, '2-3')
     """
 
-    def __cinit__(self, *args, **kwargs):
+    def __cinit__(self):
         self.words = no_words
         self.n = 0
 

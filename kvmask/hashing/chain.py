@@ -237,7 +237,7 @@ def chain_hashes(
         return _core.hash_chain(ids, block_size, encoding, digest, parent)
     if not own_parent and extras[0] is not None:
         # The caller's parent may itself be among the caller's extra keys.
-        first = digest(_pickle_block(parent, ids.take(0, block_size), extras[0]))
+        first: bytes = digest(_pickle_block(parent, ids.take(0, block_size), extras[0]))
         rest = ids.part(block_size, blocks * block_size)
         return first + chain_hashes(rest, block_size, algorithm, first, extras[1:])
     parts = _serialise_extras(extras, _pickled_extra)
