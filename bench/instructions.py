@@ -26,7 +26,7 @@ sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
 from shapes import SHAPES, Always, block_hashes, digests
 
-from kvmask import Bitset, LookupPlan, PlanTools, VllmKeys
+from kvmask import Bitset, Hit, KVTransfer, LookupPlan, PlanTools, VllmKeys
 
 BASELINE = Path(__file__).with_name("instructions.json")
 DSV4 = SHAPES["dsv4"]
@@ -59,7 +59,8 @@ def keys() -> tuple[Callable[[], object], int, int]:
 
 
 def plan(strategy: str) -> tuple[Callable[[], object], int, int]:
-    contract, tools = DSV4.contract(), PlanTools()
+    # The plan alone: an engine's counters are part of the case of a transfer.
+    contract, tools = DSV4.contract(), PlanTools(stats=False)
     hashes = block_hashes(digests(DSV4, TOKENS))
     store = Always(1)
 
@@ -74,6 +75,19 @@ def plan(strategy: str) -> tuple[Callable[[], object], int, int]:
     return run, run().asked, 5
 
 
+def transfer() -> tuple[Callable[[], object], int, int]:
+    contract = DSV4.contract()
+    hashes = block_hashes(digests(DSV4, TOKENS))
+    kv = KVTransfer(Always(1), contract, hints=None)
+
+    def run() -> Hit:
+        return kv.lookup(contract.request(hashes=hashes, num_tokens=TOKENS))
+
+    if run().length != TOKENS - DSV4.alignment:
+        raise SystemExit("the lookup found a wrong hit")
+    return run, run().asked, 5
+
+
 # Per name a function that returns: what to call, the units of one call, and the number of calls.
 CASES: dict[str, Callable[[], tuple[Callable[[], object], int, int]]] = {
     "mask, per block": mask,
@@ -82,6 +96,7 @@ CASES: dict[str, Callable[[], tuple[Callable[[], object], int, int]]] = {
     "keys, per key": keys,
     "lookup exact, per key": lambda: plan("exact"),
     "lookup staged, per key": lambda: plan("staged"),
+    "lookup staged by a transfer, per key": transfer,
 }
 
 
