@@ -113,7 +113,8 @@ cdef class CoordinatorCore:
         cdef int64_t end, start
         cdef int i
         cdef bint sparse
-        cdef list masks = []
+        cdef km_group *group
+        cdef list masks = [None] * self.n_groups
         cdef Bitset mask
         if length % self.unit():
             raise AlignmentError(
@@ -130,23 +131,24 @@ cdef class CoordinatorCore:
             for i in range(reach.n_boundaries):
                 reach.boundaries[i] = boundaries[i]
         for i in range(self.n_groups):
-            end = length // self.groups[i].block_size
-            start = km_ceil_div(skip, self.groups[i].block_size)
+            group = &self.groups[i]
+            end = length // group.block_size
+            start = km_ceil_div(skip, group.block_size)
             if start > end:
                 start = end
-            if not self.groups[i].cacheable or (not states and self.groups[i].kind == KM_STATE):
-                masks.append(new_bitset(end - start))
+            if not group.cacheable or (not states and group.kind == KM_STATE):
+                masks[i] = new_bitset(end - start)
                 continue
-            if self.groups[i].kind != KM_WINDOW and self.groups[i].kind != KM_STATE:
-                masks.append(None)
+            if group.kind != KM_WINDOW and group.kind != KM_STATE:
                 continue
             mask = new_bitset(end - start)
             if mask.n >= c_gil_min_bits:
                 with nogil:
-                    sparse = km_reach_mask(&self.groups[i], &reach, start, end, mask.words)
+                    sparse = km_reach_mask(group, &reach, start, end, mask.words)
             else:
-                sparse = km_reach_mask(&self.groups[i], &reach, start, end, mask.words)
-            masks.append(mask if sparse else None)
+                sparse = km_reach_mask(group, &reach, start, end, mask.words)
+            if sparse:
+                masks[i] = mask
         return tuple(masks)
 
     def load_masks(self, num_tokens):
