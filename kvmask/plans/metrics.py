@@ -48,9 +48,10 @@ class TransferStats:
 
     def add(self, **amounts: float) -> None:
         """Add to counters by name."""
+        values = self._values  # once: `__getattr__` makes each look-up of the class dearer
         with self._lock:
             for name, amount in amounts.items():
-                self._values[name] += amount
+                values[name] += amount
 
     def __getattr__(self, name: str) -> float:
         if name in COUNTERS:
