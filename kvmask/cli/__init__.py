@@ -93,7 +93,7 @@ def run_doctor(args: argparse.Namespace) -> int:
     from kvmask.cli import doctor
 
     good = True
-    for name, works, text in doctor.run(args.config, quiet_connect):
+    for name, works, text in doctor.run(args.config, args.timeout):
         print(f"{'ok  ' if works else 'FAIL'} {name:10} {text}", flush=True)
         good = good and works
     return 0 if good else 1
@@ -165,6 +165,13 @@ def build_parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", help="check this machine, one line per check")
     doctor.add_argument("--config", metavar="PATH", help="the store's JSON file")
+    doctor.add_argument(
+        "--timeout",
+        type=number(1, 3600),
+        default=60,
+        metavar="SECONDS",
+        help="for each process of a round trip",
+    )
     doctor.set_defaults(run=run_doctor)
 
     demo = commands.add_parser("demo", help="save, look up and load a request on this machine")

@@ -1,18 +1,26 @@
-"""`kvmask doctor`: checks of this machine, one line each. One puts an object and gets it back."""
+"""`kvmask doctor`: checks of this machine, one line each.
+
+Two of them move bytes. `pool` asks the pool of the configuration and gives it no memory. `round
+trip` uses a master of its own, so it may give memory and take it away again. Both let a second
+process get what a first one put; see `trip`.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import importlib.metadata
 import os
 import platform
 import sys
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 from kvmask import mooncake
+from kvmask.cli import trip
 from kvmask.errors import KVMaskError, StoreError
 
 LIBRARIES = ("libibverbs.so.1", "librdmacm.so.1", "libnuma.so.1")
@@ -21,7 +29,6 @@ DISTRIBUTIONS = (
     "mooncake-transfer-engine-cuda13",
     "mooncake-transfer-engine-non-cuda",
 )
-SIZE = 4096
 
 Check = tuple[str, bool, str]
 
@@ -80,71 +87,155 @@ def round_trip(store: Any) -> str:
     Raises:
         StoreError: A call returned a wrong result, or the bytes differ.
     """
-    key = f"kvmask-doctor/{uuid.uuid4().hex}"
-    source = ctypes.create_string_buffer(os.urandom(SIZE), SIZE)
-    target = ctypes.create_string_buffer(SIZE)
-    here, there = ctypes.addressof(source), ctypes.addressof(target)
-    registered = []
+    trip.put(store, _key(), os.urandom(trip.SIZE))
+    return f"{trip.SIZE} bytes put, found and got back"
+
+
+def _key() -> str:
+    return f"kvmask-doctor/{uuid.uuid4().hex}"
+
+
+def _two_processes(
+    settings: mooncake.StoreConfig, hostname: str | None, limit: float
+) -> tuple[str, bool]:
+    """Let one process put an object and another get it.
+
+    Returns:
+        The address from which the second one got it, and whether rdma fell back to TCP.
+
+    Raises:
+        StoreError: One of them failed. Its code is that of the call, if there was one.
+    """
+    task = {
+        "settings": vars(settings),
+        "hostname": hostname,
+        "timeout": min(limit / 2, 10.0),
+        "key": _key(),
+        "data": os.urandom(trip.SIZE).hex(),
+    }
+    with ExitStack() as stack:
+        first = trip.Child({**task, "role": "put"}, limit)
+        stack.callback(first.stop)
+        endpoint = first.result().get("endpoint", "")
+        second = trip.Child({**task, "role": "get"}, limit)
+        stack.callback(second.stop)
+        try:
+            second.result()
+        except StoreError as error:
+            raise StoreError(
+                f"a second process must get what the first put at {endpoint}: {error}", error.code
+            ) from error
+        fell_back = settings.protocol == "rdma" and trip.TCP_LINE in first.text()
+        return endpoint, fell_back
+
+
+def _loopback(endpoint: str) -> bool:
+    host = endpoint.rpartition(":")[0].strip("[]")
+    return host.startswith("127.") or host in ("::1", "localhost")
+
+
+def _without_memory(settings: mooncake.StoreConfig) -> mooncake.StoreConfig:
+    """Return the settings of a client that gives the pool nothing and takes little itself."""
+    if settings.protocol == "rpc_only":
+        return settings
+    return dataclasses.replace(
+        settings,
+        mode="standalone-store",
+        global_segment_size=0,
+        local_buffer_size=min(settings.local_buffer_size, 16 * mooncake.MIB),
+    )
+
+
+def _ask_pool(settings: mooncake.StoreConfig, limit: float) -> str:
+    """Put an object into the pool of the configuration, without giving the pool memory.
+
+    Memory that is given is used at once, also by others, and what they put there is lost when this
+    program ends. So this gives none, not even to a pool that seems to have none yet.
+    """
     try:
-        for address in (here, there):
-            _expect("register_buffer", store.register_buffer(address, SIZE), 0)
-            registered.append(address)
-        _expect("put", store.batch_put_from_multi_buffers([key], [[here]], [[SIZE]]), [0])
-        _expect("exists", store.batch_is_exist([key, key + "/absent"]), [1, 0])
-        _expect("get", store.batch_get_into_multi_buffers([key], [[there]], [[SIZE]]), [SIZE])
-        if source.raw != target.raw:
-            raise StoreError(f"get must return the bytes that were put, key {key}")
-    finally:
-        for address in registered:
-            store.unregister_buffer(address)
-    return f"{SIZE} bytes put, found and got back"
+        endpoint, _ = _two_processes(_without_memory(settings), None, limit)
+    except StoreError as error:
+        if error.code != mooncake.Code.NO_AVAILABLE_HANDLE or settings.mode != "embedded":
+            raise
+        return "the master answers; nothing was put, for the pool has no memory yet or is full"
+    if not endpoint:
+        return "the master answers; a client for calls only moves no bytes"
+    return f"{trip.SIZE} bytes put, found and got by a second process, from {endpoint}"
 
 
-def _expect(call: str, answer: Any, right: Any) -> None:
-    if answer != right:
-        code = answer[0] if isinstance(answer, list) and answer else answer
-        name = mooncake.code_name(code) if isinstance(code, int) and code < 0 else ""
-        raise StoreError(
-            f"{call} must answer {right}, got {answer} {name}".rstrip(),
-            code if isinstance(code, int) else None,
+def _own_trip(settings: mooncake.StoreConfig | None, limit: float) -> str:
+    """Let this machine give memory to a pool of its own, and others get what lies there.
+
+    It has everything of the configuration but the master: protocol, devices, metadata server, and
+    the address that this machine gives to others.
+    """
+    if settings is not None and settings.protocol == "rpc_only":
+        return "not made: protocol 'rpc_only' moves no bytes"
+    with mooncake.local_master() as own:
+        hostname = None
+        if settings is None:
+            hostname = None if _named() else "127.0.0.1"
+            settings = mooncake.StoreConfig("P2PHANDSHAKE", own.address, "tcp")
+        mine = dataclasses.replace(
+            settings,
+            master_server_address=own.address,
+            mode="embedded",
+            global_segment_size=mooncake.MIN_SEGMENT,
+            local_buffer_size=16 * mooncake.MIB,
+            tenant_id="default",
         )
+        endpoint, fell_back = _two_processes(mine, hostname, limit)
+    text = f"{trip.SIZE} bytes put, found and got back, by a second process too, from {endpoint}"
+    if fell_back:
+        text += "; rdma fell back to TCP, because the client found no device"
+    if _loopback(endpoint) and hostname is None:
+        text += "; only this machine reaches that address"
+    return text
 
 
-def run(
-    config: str | None = None, connect: Callable[..., Any] = mooncake.connect
-) -> Iterator[Check]:
+def _named() -> bool:
+    names = (mooncake.HOSTNAME_ENV, mooncake.HOST_IP_ENV)
+    return any(os.environ.get(name, "").strip() for name in names)
+
+
+def run(config: str | None = None, limit: float = 60.0) -> Iterator[Check]:
     """Run all checks in order. A check runs even if earlier ones failed.
 
     Args:
-        config: Path of the store's configuration. None takes the path from $MOONCAKE_CONFIG_PATH.
-            If that is not set, a local master is started.
-        connect: Called instead of `mooncake.connect`, with the same arguments.
+        config: Path of the store's configuration. None takes the path from $MOONCAKE_CONFIG_PATH,
+            or Mooncake's own variables. If there are none, only a local master is used.
+        limit: Seconds that each process of a round trip may take.
 
     Yields:
         The name of the check, whether it passed, and what was found or is wrong.
     """
     path = config or os.environ.get(mooncake.CONFIG_ENV) or None
+    given = path is not None or bool(os.environ.get(mooncake.MASTER_ENV))
     settings: mooncake.StoreConfig | None = None
 
     def configuration() -> str:
         nonlocal settings
-        if path is None:
-            return f"${mooncake.CONFIG_ENV} is not set: a local master is used"
-        settings = mooncake.StoreConfig.from_file(path)
-        return f"{path}: master {settings.master_server_address}, {settings.protocol}"
+        if not given:
+            return (
+                f"${mooncake.CONFIG_ENV} and ${mooncake.MASTER_ENV} are not set: "
+                "a local master is used"
+            )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            settings = mooncake.load_settings(path)
+        source = path or f"${mooncake.MASTER_ENV}"
+        text = f"{source}: master {settings.master_server_address}, {settings.protocol}"
+        return "; ".join([text, *(f"note: {warning.message}" for warning in caught)])
 
-    def trip() -> str:
-        if path is not None and settings is None:
+    def read() -> mooncake.StoreConfig | None:
+        if given and settings is None:
             raise KVMaskError("the configuration is wrong, see above")
-        with ExitStack() as stack:
-            if settings is None:
-                store = connect(stack.enter_context(mooncake.local_master()))
-            else:
-                # Use little memory, because the engines on this machine need theirs.
-                segment = min(settings.global_segment_size, 16 * mooncake.MIB)
-                store = connect(settings, segment_bytes=segment, buffer_bytes=16 * mooncake.MIB)
-            stack.callback(store.close)
-            return round_trip(store)
+        return settings
+
+    def pool() -> str:
+        known = read()
+        assert known is not None  # this check is left out when no pool is named
+        return _ask_pool(known, limit)
 
     checks: list[tuple[str, Callable[[], str]]] = [
         ("python", _python),
@@ -153,8 +244,11 @@ def run(
         ("mooncake", _package),
         ("master", _program),
         ("config", configuration),
-        ("round trip", trip),
+        ("pool", pool),
+        ("round trip", lambda: _own_trip(read(), limit)),
     ]
+    if not given:
+        checks = [check for check in checks if check[0] != "pool"]
     for name, check in checks:
         try:
             yield name, True, check()

@@ -142,6 +142,8 @@ def check_hostname(value: str, name: str) -> str:
     import ipaddress
 
     text = value.strip()
+    if text in ("0.0.0.0", "::", "[::]"):
+        raise ArgumentError(f"`{name}` must be an address of one machine, got {shown(value)}")
     if re.fullmatch(r"\w[\w.-]*", text, re.ASCII):
         return text
     with contextlib.suppress(ValueError):

@@ -12,12 +12,13 @@ consequences:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from queue import SimpleQueue
-from subprocess import DEVNULL, STDOUT, Popen
+from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import IO
 
 # Arguments: the parent's process id, then the command. The signal is SIGKILL, because after the
@@ -40,12 +41,15 @@ except OSError as error:
 """
 
 
-def start(command: Sequence[str], log: IO[bytes]) -> Popen[bytes]:
+def start(
+    command: Sequence[str], log: IO[bytes], env: Mapping[str, str] | None = None
+) -> Popen[bytes]:
     """Start a program that is killed when this process ends.
 
     Args:
         command: Path of the program, and its arguments.
         log: The file for its output.
+        env: Its environment. None is that of this process.
 
     Returns:
         The process. Its id is the id of the program. It ends with status 126 if the program cannot
@@ -61,7 +65,7 @@ def start(command: Sequence[str], log: IO[bytes]) -> Popen[bytes]:
 
     def hold() -> None:
         try:
-            process = Popen([*guard, *command], stdin=DEVNULL, stdout=log, stderr=STDOUT)
+            process = Popen([*guard, *command], stdin=DEVNULL, stdout=log, stderr=STDOUT, env=env)
         except BaseException as error:
             started.put(error)
             return
@@ -79,3 +83,15 @@ def start(command: Sequence[str], log: IO[bytes]) -> Popen[bytes]:
     if isinstance(result, BaseException):
         raise result
     return result
+
+
+def stop(process: Popen[bytes]) -> None:
+    """End exactly this process: first SIGTERM, then SIGKILL. It takes at most about ten seconds."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(5)
+        except TimeoutExpired:
+            process.kill()
+    with contextlib.suppress(TimeoutExpired):
+        process.wait(5)
