@@ -304,6 +304,11 @@ class StoreConfig:
             for name in _SIZES:
                 if _ENVIRONMENT[name][0] not in os.environ:
                     del values[name]
-        elif parse_size(values["global_segment_size"], "global_segment_size") == 0:
-            values["mode"] = "standalone-store"
+        else:
+            if parse_size(values["global_segment_size"], "global_segment_size") == 0:
+                values["mode"] = "standalone-store"
+            if parse_size(values["local_buffer_size"], "local_buffer_size") == 0:
+                # Mooncake's reader is also that of programs that only give memory.
+                values["local_buffer_size"] = 16 * MIB
+                _warn("`local_buffer_size`: a client that moves bytes gets 16 MiB, got 0")
         return cls.from_mapping(values)

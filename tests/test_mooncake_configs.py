@@ -1,0 +1,74 @@
+"""Configurations of the kinds that people have, each with what kvmask makes of it.
+
+The files in data/mooncake_configs were written for this test. Each is of a kind that a public guide,
+chart, test or report has; hosts and sizes are examples. A file holds `settings` (what a JSON file
+has), `text` (a file that is no JSON object) or `environment`; `outcome` is "taken", "mended" (used,
+with a warning) or "refused" (before a client exists); `warns` and `names` are the keys that warnings
+and the error must name; `expect` are values afterwards.
+"""
+
+import json
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+
+from kvmask import mooncake
+from kvmask.errors import ArgumentError, StoreConfigWarning
+
+FILES = sorted((Path(__file__).parent / "data" / "mooncake_configs").glob("*.json"))
+CASES = [json.loads(path.read_text(encoding="utf-8")) for path in FILES]
+
+
+def load(case, tmp_path, monkeypatch):
+    """Load one case as `connect` does; returns the settings and the warnings."""
+    for name in list(os.environ):
+        if name.startswith("MOONCAKE_"):
+            monkeypatch.delenv(name)
+    for name, value in case.get("environment", {}).items():
+        monkeypatch.setenv(name, value)
+    if "environment" not in case:
+        path = tmp_path / "mooncake.json"
+        text = case["text"] if "text" in case else json.dumps(case["settings"])
+        path.write_bytes(text.encode())
+        monkeypatch.setenv("MOONCAKE_CONFIG_PATH", str(path))
+    told, error, config = [], None, None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            config = mooncake.load_settings(None)
+        except ArgumentError as refused:
+            error = str(refused)
+    for warning in caught:
+        assert warning.category is StoreConfigWarning
+        told.append(str(warning.message))
+    return config, told, error
+
+
+def names(texts):
+    """The keys in backticks that begin the messages."""
+    return sorted({text.split("`")[1] for text in texts})
+
+
+@pytest.mark.parametrize("case", CASES, ids=[path.stem for path in FILES])
+def test_a_configuration_of_this_kind(case, tmp_path, monkeypatch):
+    config, told, error = load(case, tmp_path, monkeypatch)
+    assert names(told) == sorted(case.get("warns", []))
+    if case["outcome"] == "refused":
+        assert config is None
+        assert error.split("`")[1] in case["names"]
+        return
+    assert error is None
+    assert bool(told) == (case["outcome"] == "mended")
+    values = vars(config)
+    for name, value in case.get("expect", {}).items():
+        assert values[name] == value, name
+
+
+def test_there_are_enough_of_each():
+    assert len(FILES) >= 90
+    counts = {outcome: 0 for outcome in ("taken", "mended", "refused")}
+    for case in CASES:
+        counts[case["outcome"]] += 1
+    assert min(counts.values()) >= 20
