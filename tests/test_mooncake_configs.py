@@ -1,10 +1,10 @@
 """Configurations of the kinds that people have, each with what kvmask makes of it.
 
-The files in data/mooncake_configs were written for this test. Each is of a kind that a public guide,
-chart, test or report has; hosts and sizes are examples. A file holds `settings` (what a JSON file
-has), `text` (a file that is no JSON object) or `environment`; `outcome` is "taken", "mended" (used,
-with a warning) or "refused" (before a client exists); `warns` and `names` are the keys that warnings
-and the error must name; `expect` are values afterwards.
+The files in data/mooncake_configs were written for this test. Each is of a kind that a public
+guide, chart, test or report has; hosts and sizes are examples. A file holds `settings` (what a JSON
+file has), `text` (a file that is no JSON object) or `environment`. `outcome` is "taken", "mended"
+(used, with a warning) or "refused" (before a client exists). `warns` and `names` are the keys that
+warnings and the error must name; `expect` are values afterwards.
 """
 
 import json
@@ -68,7 +68,7 @@ def test_a_configuration_of_this_kind(case, tmp_path, monkeypatch):
 
 def test_there_are_enough_of_each():
     assert len(FILES) >= 90
-    counts = {outcome: 0 for outcome in ("taken", "mended", "refused")}
+    counts = dict.fromkeys(("taken", "mended", "refused"), 0)
     for case in CASES:
         counts[case["outcome"]] += 1
     assert min(counts.values()) >= 20

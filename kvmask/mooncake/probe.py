@@ -9,7 +9,6 @@ import os
 import struct
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -165,6 +164,7 @@ def _ask_http(url: str, limit: float) -> None:
     import ssl
     import urllib.error
     import urllib.request
+    import uuid
 
     # The client goes through the proxies that these variables name.
     proxies = {
