@@ -14,14 +14,21 @@ cdef uint64_t no_words[1]
 no_words[0] = 0
 
 
-cdef Bitset new_bitset(int64_t n):
-    """A bitset of n zeros; the caller fills it before anyone else sees it."""
+cdef Bitset new_bitset(int64_t n, bint zeros=True):
+    """A bitset that the caller fills before anyone else sees it: n zeros, or without `zeros` any
+    bits but for the last word, which is zero."""
     cdef Bitset self
     if n < 0 or n > c_max_bits:
         raise ArgumentError(f"`n` must be from 0 to {MAX_BITS}, got {n}")
-    cdef uint64_t *words = <uint64_t *>calloc(km_words(n) or 1, sizeof(uint64_t))
+    cdef size_t count = km_words(n) or 1
+    cdef uint64_t *words
+    if zeros:
+        words = <uint64_t *>calloc(count, sizeof(uint64_t))
+    else:
+        words = <uint64_t *>malloc(count * sizeof(uint64_t))
     if words == NULL:
         raise MemoryError(f"no memory for a bitset of {n} bits")
+    words[count - 1] = 0
     self = Bitset.__new__(Bitset)
     self.words = words
     self.n = n
@@ -30,7 +37,7 @@ cdef Bitset new_bitset(int64_t n):
 
 
 cdef Bitset ones_bitset(int64_t n):
-    cdef Bitset self = new_bitset(n)
+    cdef Bitset self = new_bitset(n, False)
     km_fill(self.words, 0, n, True)
     return self
 
@@ -349,7 +356,7 @@ cdef class Bitset:
         return (<Bitset>self).combined(other, False)
 
     def __invert__(self):
-        cdef Bitset out = new_bitset(self.n)
+        cdef Bitset out = new_bitset(self.n, False)
         cdef int64_t i
         for i in range(self.shape[0]):
             out.words[i] = ~self.words[i]

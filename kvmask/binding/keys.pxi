@@ -117,7 +117,8 @@ def build_keys(builders, hashes, mask=None, start=0, scale=1):
     cdef int64_t per_block = as_int64(scale, "scale", 1, c_max_bits)
     cdef int64_t blocks = digests.n // per_block - first
     cdef int64_t i, position = 0, count
-    cdef Py_ssize_t size, j
+    cdef Py_ssize_t size = digests.size, j, n_names = len(names)
+    cdef bint flat = digests.items is None
     cdef const unsigned char *data
     cdef Bitset bits = None
     cdef list keys
@@ -134,15 +135,18 @@ def build_keys(builders, hashes, mask=None, start=0, scale=1):
         count = km_count(bits.words, bits.n)
     else:
         count = blocks
-    keys = PyList_New(count * len(names))
+    keys = PyList_New(count * n_names)
     i = 0
     while i < blocks:
         if bits is not None:
             i = km_next(bits.words, i, blocks, True)
             if i >= blocks:
                 break
-        data = digests.at((first + i + 1) * per_block - 1, &size)
-        for j in range(len(names)):
+        if flat:
+            data = digests.data + ((first + i + 1) * per_block - 1) * size
+        else:
+            data = digests.at((first + i + 1) * per_block - 1, &size)
+        for j in range(n_names):
             key = (<KeyBuilder>names[j]).build(data, size)
             Py_INCREF(key)
             PyList_SET_ITEM(keys, position, key)

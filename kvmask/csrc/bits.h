@@ -77,19 +77,31 @@ static inline void km_fill(uint64_t *w, int64_t start, int64_t stop, bool value)
     }
 }
 
+/* Equivalent to: bin(word).count("1"). By pairs, then fours, then bytes: without a machine
+   instruction for it, which not every CPU has, the compiler's own is a call and a table. */
+static inline int64_t km_count_word(uint64_t word) {
+    word -= (word >> 1) & UINT64_C(0x5555555555555555);
+    word = (word & UINT64_C(0x3333333333333333)) + ((word >> 2) & UINT64_C(0x3333333333333333));
+    word = (word + (word >> 4)) & UINT64_C(0x0f0f0f0f0f0f0f0f);
+    return (int64_t)(word * UINT64_C(0x0101010101010101) >> 56);
+}
+
 /* Equivalent to: sum(mask). */
 static inline int64_t km_count(const uint64_t *w, int64_t nbits) {
     int64_t total = 0;
     for (int64_t i = 0, n = km_words(nbits); i < n; i++)
-        total += __builtin_popcountll(w[i]);
+        total += km_count_word(w[i]);
     return total;
 }
 
-/* Smallest i in [start, stop) with mask[i] == value, or stop. */
+/* Smallest i in [start, stop) with mask[i] == value, or stop. Bits come in runs, so that most
+   searches end where they start. */
 static inline int64_t km_next(const uint64_t *w, int64_t start, int64_t stop, bool value) {
     if (start >= stop)
         return stop;
     assert(start >= 0);
+    if ((w[start >> 6] >> (start & 63) & 1) == value)
+        return start;
     uint64_t flip = value ? 0 : ~UINT64_C(0);
     int64_t i = start >> 6, last = (stop - 1) >> 6;
     uint64_t word = (w[i] ^ flip) & (~UINT64_C(0) << (start & 63));
