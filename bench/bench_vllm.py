@@ -70,7 +70,10 @@ class ReadyStore:
     def batch_get_into_multi_buffers(self, keys: Any, addrs: Any, sizes: Any) -> list[int]:
         if self.calls is not None:
             self.calls.append((list(keys), addrs, sizes))
-        return self._answer("get", len(keys), 1 << 40)
+        answer = self.ready.get(("get", len(keys)))  # one store serves one shape
+        if answer is None:
+            answer = self.ready["get", len(keys)] = [sum(row) for row in sizes]
+        return answer
 
 
 @dataclass
@@ -137,7 +140,7 @@ def digests(shape: str, tokens: int) -> list[bytes]:
     return [i.to_bytes(4, "big") * 8 for i in range(tokens // SHAPES[shape][0])]
 
 
-def lookup(shape: str, tokens: int, side: str, store: Any = None) -> Bench:
+def lookup_worker(shape: str, side: str, store: Any) -> Any:
     from kvmask.vllm import connector
 
     _, data, worker_module, _ = _modules()
@@ -151,10 +154,16 @@ def lookup(shape: str, tokens: int, side: str, store: Any = None) -> Bench:
     worker._lookup_key_prefixes = tuple(
         (data.PoolKey.build_prefix(db.metadata),) for db in worker.token_dbs
     )
-    worker.store = store or ReadyStore(1)
+    worker.store = store
     if side != "stock":
         worker.__class__ = connector.WORKER
         worker._kvmask_lookup = side
+    return worker
+
+
+def lookup(shape: str, tokens: int, side: str, store: Any = None) -> Bench:
+    data = _modules()[1]
+    worker = lookup_worker(shape, side, store or ReadyStore(1))
     blob = memoryview(b"".join(digests(shape, tokens)))
     # As the lookup server does it: a new view for every request.
     return Bench(lambda: worker.lookup(tokens, data.BlobBlockHashes(blob, 32)), worker.store)

@@ -292,28 +292,42 @@ def schema(group: int, rank: int) -> Any:
     return VllmKeys(model="model", tp_rank=rank, group_id=group)
 
 
+def lookup_scheme(case: Case, coord: Any) -> Any:
+    """What a lookup plan needs to know; the worker asks for all blocks that have digests."""
+    from kvmask.plans import GroupScheme, Scheme
+    from kvmask.plans.scheme import kind_of
+
+    groups = (
+        GroupScheme(
+            g,
+            str(g),
+            kind_of(group),
+            group.block_size,
+            cacheable=group.prefix_cacheable,
+            namespaces=tuple(schema(g, rank).builder for rank in range(case.ranks[g])),
+        )
+        for g, group in enumerate(case.groups)
+    )
+    return Scheme(coord, tuple(groups), covers=False)
+
+
 def plan_differences(
     case: Case, theirs: EngineCoordinator, ours: Any
 ) -> Iterator[tuple[str, Any, Any]]:
     """The worker's lookup against both strategies of the lookup plan."""
     from kvmask import BlockHashes
-    from kvmask.plans.moves import LookupPlan
+    from kvmask.plans import LookupPlan, drive
 
     hit, boundaries, asked = theirs.lookup()
     stored = theirs.store_keys()
+    scheme = lookup_scheme(case, ours)
     for strategy in ("exact", "staged"):
-        plan = LookupPlan(
-            ours,
-            [[schema(g, rank) for rank in range(n)] for g, n in enumerate(case.ranks)],
-            BlockHashes.from_list(theirs.hashes),
-            case.num_tokens,
-            strategy=strategy,
-        )
+        hashes = BlockHashes.from_list(theirs.hashes)
+        plan = LookupPlan(scheme, hashes, case.num_tokens, strategy=strategy)
         mine = ScriptedStore(stored)
-        while keys := plan.next_keys():
-            plan.feed(mine.batch_is_exist(keys))
-        tails = {i: t for i, t in enumerate(plan.hit.tail_tokens) if t}
-        pair = (hit, boundaries), (plan.hit.length, tails if boundaries is not None else None)
+        found = drive(plan, mine)
+        tails = {i: t for i, t in enumerate(found.tail_tokens) if t}
+        pair = (hit, boundaries), (found.length, tails if boundaries is not None else None)
         if pair[0] != pair[1]:
             yield f"{strategy} lookup", *pair
         if strategy == "exact" and mine.asked != asked:

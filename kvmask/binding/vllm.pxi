@@ -1,4 +1,4 @@
-# What the vLLM adapter asks of Python containers: digests in a set, answers that are not 1.
+# What only the vLLM adapter asks of the core: digests in a set, and address rows that are kept.
 
 
 def present_bits(hashes, exists, group, scale, n):
@@ -33,88 +33,6 @@ def present_bits(hashes, exists, group, scale, n):
         if PySet_Contains(exists, (group, PyBytes_FromStringAndSize(<const char *>data, size))):
             km_set(bits.words, i)
     return bits
-
-
-def missing_positions(answers, n):
-    """Positions below n whose answer is not 1, or None when that is all of them.
-
-    A list of answers that ends early leaves the rest unknown, which is not present.
-    """
-    cdef list given = answers if type(answers) is list else list(answers)
-    cdef Py_ssize_t total = as_int64(n, "n", 0, c_max_bits)
-    cdef Py_ssize_t known = min(total, PyList_GET_SIZE(given)), first = 0, i
-    cdef list missing
-    while first < known and not is_one(given, first):
-        first += 1
-    if first == known:
-        return None
-    missing = list(range(first))
-    for i in range(first + 1, known):
-        if not is_one(given, i):
-            missing.append(i)
-    missing.extend(range(known, total))
-    return missing
-
-
-cdef inline bint is_one(list given, Py_ssize_t i) except -1:
-    cdef PyObject *answer = PyList_GET_ITEM(given, i)
-    return answer is <PyObject *>_ONE or <object>answer == 1
-
-
-def failed_positions(results, n):
-    """Positions below n whose result is negative or lacking."""
-    cdef list given = results if type(results) is list else list(results)
-    cdef Py_ssize_t total = as_int64(n, "n", 0, c_max_bits)
-    cdef Py_ssize_t known = min(total, PyList_GET_SIZE(given)), i
-    cdef PyObject *result
-    cdef list failed = []
-    for i in range(known):
-        result = PyList_GET_ITEM(given, i)
-        if result is not <PyObject *>_ZERO and <object>result < 0:
-            failed.append(i)
-    failed.extend(range(known, total))
-    return failed
-
-
-def short_positions(results, list sizes not None):
-    """Positions whose result is less than the sum of their row of sizes.
-
-    Rows of one group are one list, so a sum is made only where the row changes.
-    """
-    cdef list given = results if type(results) is list else list(results)
-    cdef Py_ssize_t n = PyList_GET_SIZE(sizes), i
-    cdef PyObject *row
-    cdef PyObject *last = NULL
-    cdef int64_t planned = 0, got
-    cdef list short = []
-    if PyList_GET_SIZE(given) != n:
-        raise StoreError(
-            f"the store must answer every key, got {len(given)} results to {n} keys"
-        )
-    for i in range(n):
-        row = PyList_GET_ITEM(sizes, i)
-        if row is not last:
-            planned = sum(<object>row)
-            last = row
-        got = <object>PyList_GET_ITEM(given, i)
-        if got < planned:
-            short.append(i)
-    return short
-
-
-def total_bytes(list sizes not None):
-    """Sum of all rows of sizes; see short_positions."""
-    cdef PyObject *row
-    cdef PyObject *last = NULL
-    cdef int64_t planned = 0, total = 0
-    cdef Py_ssize_t i
-    for i in range(PyList_GET_SIZE(sizes)):
-        row = PyList_GET_ITEM(sizes, i)
-        if row is not last:
-            planned = sum(<object>row)
-            last = row
-        total += planned
-    return total
 
 
 cdef class BlockRows:

@@ -64,7 +64,7 @@ def lookup_mask(self: Any, aligned_token_len: int) -> Masks:
 def load_mask(self: Any, block_hashes: Sequence[bytes], token_len: int) -> tuple[Bitset, ...]:
     """Per group, the blocks that a hit of ``token_len`` fills."""
     rules = rules_of(self)
-    if rules is None or token_len < 0 or len(block_hashes) * rules.hash_block < token_len:
+    if rules is None or token_len < 0 or len(block_hashes) * rules.hash_block_size < token_len:
         return stock("coordinator.load_mask")(self, block_hashes, token_len)
     return rules.core.load_masks(token_len)
 

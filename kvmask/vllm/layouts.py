@@ -30,32 +30,19 @@ class Tables:
 
     Attributes:
         regions: One table per shard.
-        num_bytes: Bytes of a block, per shard.
         pieces: Sizes of a block's regions, per shard.
     """
 
-    __slots__ = ("num_bytes", "pieces", "regions")
+    __slots__ = ("pieces", "regions")
 
     def __init__(self, shards: Sequence[Sequence[tuple[int, int, int]]]) -> None:
         self.regions = [BlockRows(Regions(list(rows), _blocks(rows)), KEPT) for rows in shards]
         self.pieces = [[size for _, size, _ in rows] for rows in shards]
-        self.num_bytes = [sum(sizes) for sizes in self.pieces]
 
-    def every(self, ids: list[int]) -> tuple[Rows, Rows, int]:
-        """Addresses, sizes and bytes of all shards of these blocks, block by block."""
+    def rows(self, ids: list[int], shards: Sequence[int]) -> tuple[Rows, Rows]:
+        """Addresses and sizes of one shard of every block id."""
         if len(self.regions) == 1:
-            return (*self.regions[0].addresses(ids), len(ids) * self.num_bytes[0])
-        step = len(self.regions)
-        addresses: Rows = [[]] * (len(ids) * step)
-        sizes: Rows = [[]] * (len(ids) * step)
-        for shard, table in enumerate(self.regions):
-            addresses[shard::step], sizes[shard::step] = table.addresses(ids)
-        return addresses, sizes, len(ids) * sum(self.num_bytes)
-
-    def some(self, ids: list[int], shards: Sequence[int]) -> tuple[Rows, Rows, int]:
-        """The same of one shard of every block id."""
-        if len(self.regions) == 1:
-            return self.every(ids)
+            return self.regions[0].addresses(ids)
         addresses: Rows = [[]] * len(ids)
         sizes: Rows = [[]] * len(ids)
         for shard, table in enumerate(self.regions):
@@ -64,7 +51,7 @@ class Tables:
             for p, row, span in zip(mine, found, spans, strict=True):
                 addresses[p] = row
                 sizes[p] = span
-        return addresses, sizes, sum(self.num_bytes[s] for s in shards)
+        return addresses, sizes
 
 
 def _blocks(rows: Sequence[tuple[int, int, int]]) -> int:
@@ -139,7 +126,7 @@ def rank_local_values(
             )
         whole = whole and 0 < end - start <= block
     ids = [int(block_ids[start // block]) for start, _ in chunks]
-    addresses, sizes, _ = tables.every(ids)
+    addresses, sizes = tables.regions[0].addresses(ids)
     if not whole:
         counts = [-(-(end - start) // block) for start, end in chunks]
         wide = {n: [n * size for size in tables.pieces[0]] for n in set(counts)}
@@ -179,7 +166,7 @@ def sharded_values(
         # Stock names what is wrong with the arguments.
         return stock("sharded_layout.prepare_values")(self, chunks, block_ids, shard_ids)
     ids = [int(block_ids[start // block]) for start, _ in chunks]
-    addresses, sizes, _ = tables.some(ids, shards)
+    addresses, sizes = tables.rows(ids, shards)
     return addresses, sizes, ids
 
 

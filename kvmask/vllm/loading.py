@@ -1,9 +1,10 @@
-"""The receiving thread's job: which blocks of a hit are read, and which of them may not be used.
+"""The receiving thread's job: a load plan of kvmask, driven as vLLM drives its own loads.
 
-Keys, order, rotation, staging batches and calls are vLLM's. Stricter than vLLM, without changing
-what its engine keeps of a good load:
+Keys, order, rotation, staging batches and calls are vLLM's. What to read, where to, and what became
+of it are the plan's (`LoadPlan`). Stricter than vLLM, without changing what its engine keeps of a
+good load:
 
-* A get that returns fewer bytes than planned has failed, zero included.
+* A get that returns another number of bytes than planned has failed, zero included.
 * vLLM stops at the first failing batch and forgets the ones after it. Rotation can put blocks into
   those that lie before the failed one, and the engine keeps everything before the first reported
   block: they are reported too. What lies after a reported block is computed again anyway.
@@ -19,198 +20,146 @@ from typing import Any
 
 from vllm import envs
 
-from kvmask._core import (
-    Bitset,
-    BlockHashes,
-    build_keys,
-    plan_blocks,
-    short_positions,
-    total_bytes,
-)
-from kvmask.errors import BlockIdError
+from kvmask._core import Bitset
+from kvmask.coordinator import Hit
+from kvmask.plans import NOT_TRIED, BlockFailure, Call, Held, LoadPlan
 from kvmask.vllm import releases
-from kvmask.vllm.blocks import KeyNames, Part, check_digests, keys_of, thread_names
-from kvmask.vllm.layouts import Rows
+from kvmask.vllm.policy import ReceivingPolicy
 from kvmask.vllm.releases import logger
 from kvmask.vllm.rules import digests_of
+from kvmask.vllm.schemes import ThreadPlans, check_digests, thread_plans
 from kvmask.vllm.seams import stock
 
 
-class _Load:
-    """The keys of one load, in the order they are asked for."""
+def _plan(thread: Any, meta: Any, plans: ThreadPlans) -> LoadPlan | None:
+    """The plan for a request's hit; None without digests to name its blocks."""
+    spec = meta.load_spec
+    hit = _hit(thread, meta, plans)
+    hashes = digests_of(meta.block_hashes)
+    if not len(hashes):
+        return None
+    check_digests(plans.scheme, spec.token_len, hashes)
+    skip = _skip(thread, meta)
+    held = None
+    if skip:
+        sizes = [db.block_size for db in thread.token_databases]
+        held = Held(tuple(-(-skip // size) * size for size in sizes), skip)
+    return LoadPlan(plans.scheme, hashes, meta.block_ids, hit, held=held, tools=plans.tools)
 
-    def __init__(self, thread: Any, meta: Any) -> None:
-        self.thread = thread
-        self.meta = meta
-        self.keys: list[str] = []
-        self.addresses: Rows = []
-        self.sizes: Rows = []
-        self.ids: list[int] = []
-        self.rotation = 0
 
-    def plan(self, names: list[KeyNames | None]) -> None:
-        thread, spec = self.thread, self.meta.load_spec
-        token_len = spec.token_len
-        skip = spec.vllm_cached_tokens // thread.block_size * thread.block_size
-        masks = thread.coord.load_mask(self.meta.block_hashes, token_len)
-        boundaries = {b.group_id: b.num_tokens for b in spec.tail_key_boundaries}
-        hashes = digests_of(self.meta.block_hashes)
-        if not len(hashes):
-            return
-        for g, builders in enumerate(names):
-            if builders is not None:
-                self.plan_group(g, builders, masks[g], token_len, skip, boundaries.get(g), hashes)
+def _skip(thread: Any, meta: Any) -> int:
+    """Tokens whose blocks are not read: what the GPU holds, in whole scheduler blocks."""
+    block: int = thread.block_size
+    return int(meta.load_spec.vllm_cached_tokens) // block * block
 
-    def plan_group(
-        self,
-        g: int,
-        builders: KeyNames,
-        mask: Sequence[bool],
-        token_len: int,
-        skip: int,
-        boundary: int | None,
-        hashes: BlockHashes,
-    ) -> None:
-        db, table = self.thread.token_databases[g], self.meta.block_ids[g]
-        size, unit = db.block_size, db.hash_block_size
-        check_digests(token_len, unit, hashes)
-        start, stop = -(-skip // size), -(-token_len // size)
-        wanted = Bitset.from_bools(mask)[start:stop]
-        planned, ids = plan_blocks(wanted, stop, start, table)
-        if len(ids) != wanted.count():
-            raise BlockIdError(
-                f"`block_ids` must reach block {stop - 1} of group {g}, got {len(table)} entries"
-            )
-        if not ids:
-            return
-        part = Part(g, db, table, start, planned, ids, len(builders.shards))
-        own_tail = token_len if boundary is None else boundary
-        if own_tail == stop * size or start + len(planned) < stop or not planned[-1]:
-            keys = keys_of(builders.shards, hashes, part)
-        else:
-            # The last block is cut by the hit, or stored under a later boundary's digest.
-            scale, body = size // unit, planned[:-1]
-            keys = build_keys(builders.shards, hashes, body, start, scale)
-            keys += build_keys(builders.shards, [hashes[own_tail // unit - 1]])
-        rows, spans, _ = part.descriptors(token_len)
-        self.keys = self.keys + keys if self.keys else keys
-        self.addresses = self.addresses + rows if self.addresses else rows
-        self.sizes = self.sizes + spans if self.sizes else spans
-        self.ids = self.ids + part.block_ids() if self.ids else part.block_ids()
 
-    def rotate(self) -> None:
-        """Ranks begin at different keys, to spread the load over the store."""
-        at = self.rotation = self.thread.tp_rank % len(self.keys)
-        if at:
-            self.keys = self.keys[at:] + self.keys[:at]
-            self.addresses = self.addresses[at:] + self.addresses[:at]
-            self.sizes = self.sizes[at:] + self.sizes[:at]
-            self.ids = self.ids[at:] + self.ids[:at]
+def _hit(thread: Any, meta: Any, plans: ThreadPlans) -> Hit:
+    """The hit that the scheduler found, with the coordinator's masks for it."""
+    spec = meta.load_spec
+    token_len: int = spec.token_len
+    masks = thread.coord.load_mask(meta.block_hashes, token_len)
+    tails = [0] * len(masks)  # the hit itself
+    for boundary in spec.tail_key_boundaries:
+        if boundary.num_tokens != token_len:
+            tails[boundary.group_id] = boundary.num_tokens
+    coord = thread.coord
+    if type(masks[0]) is not Bitset or token_len % coord.lcm_block_size:
+        masks, tails = _fitted(plans, masks, tails, token_len)
+    return Hit(token_len, masks, tuple(tails))
 
-    def rank(self, position: int) -> int:
-        """Where a key stood before the rotation."""
-        return (position + self.rotation) % len(self.keys)
 
-    def batches(self) -> list[int] | None:
-        """Ends of the batches of gets; None when one key alone is too much for the staging."""
-        thread = self.thread
-        usable = thread.usable_disk_offload_buffer_budget_bytes
-        if usable is None:
-            return [len(self.keys)]
-        needs: dict[int, int] = {}
-        total = 0
-        for row in self.sizes:
-            need = needs.get(id(row))
-            if need is None:
-                need = needs[id(row)] = releases.staging_bytes(row)
-            total += need
-        if total <= usable:
-            return [len(self.keys)]
-        raw = thread.disk_offload_buffer_budget_bytes
-        split, oversized = releases.split_batches(
-            self.keys, self.addresses, self.sizes, usable, raw
+def _fitted(
+    plans: ThreadPlans, given: Sequence[Sequence[bool]], tails: list[int], token_len: int
+) -> tuple[tuple[Bitset, ...], list[int]]:
+    """Masks as Bitsets of as many blocks as the hit has, where they do not end early."""
+    masks = []
+    for group, mask in zip(plans.scheme.groups, given, strict=True):
+        end = -(-token_len // group.block_size)
+        masks.append(Bitset.from_bools(mask[:end]))
+        if len(mask) < end and group.cacheable:
+            # No block is left that the hit could cut.
+            tails[group.index] = len(mask) * group.block_size
+    return tuple(masks), tails
+
+
+def _drive(thread: Any, meta: Any, plan: LoadPlan) -> None:
+    """Makes the plan's calls, then reports what may not be used."""
+    asked = False
+    while (call := plan.next_call()) is not None:
+        asked = True
+        _get(thread, meta.req_id, plan, call)
+    failures = plan.result.failures
+    if not failures:
+        return
+    if not asked:
+        logger.warning(
+            "Request %s is not loaded: one of its keys needs more than the %s bytes of staging",
+            meta.req_id,
+            thread.disk_offload_buffer_budget_bytes,
         )
-        if oversized is not None:
-            need = needs[id(self.sizes[self.keys.index(oversized)])]
-            logger.warning(
-                "Request %s is not loaded: key %s needs %d bytes of staging, the budget is %d",
-                self.meta.req_id,
-                oversized,
-                need,
-                raw,
-            )
-            return None
-        ends, at = [], 0
-        for keys, _, _ in split:
-            at += len(keys)
-            ends.append(at)
-        return ends
+    thread._report_load_error(meta.req_id, [f.block_id for f in _unusable(failures)])
 
-    def run(self, ends: list[int]) -> None:
-        """Reads batch after batch until one is refused, then reports what may not be used."""
-        begin = 0
-        refused: list[int] = []
-        lacking: list[int] = []
-        for end in ends:
-            self.get(begin, end, refused, lacking)
-            begin = end
-            if refused:
-                break
-        lacking += range(begin, len(self.keys))
-        if not refused and not lacking:
-            return
-        n = len(self.keys)
-        first = min((self.rank(p) for p in refused), default=n)
-        bad = refused + [p for p in lacking if self.rank(p) < first]
-        self.thread._report_load_error(self.meta.req_id, [self.ids[p] for p in bad])
 
-    def get(self, begin: int, end: int, refused: list[int], lacking: list[int]) -> None:
-        """Reads one batch; adds the positions the store refused, and those it cut short."""
-        thread, req_id = self.thread, self.meta.req_id
-        whole = begin == 0 and end == len(self.keys)
-        keys = self.keys if whole else self.keys[begin:end]
-        addresses = self.addresses if whole else self.addresses[begin:end]
-        sizes = self.sizes if whole else self.sizes[begin:end]
-        num_bytes, n = total_bytes(sizes), len(keys)
-        record = thread._record_operation
-        start = time.perf_counter()
-        try:
-            tiers = None
-            if envs.VLLM_MOONCAKE_STORE_TIER_LOG:
-                tiers = releases.replica_tiers(thread.store, keys)
-                start = time.perf_counter()
-            results = thread.store.batch_get_into_multi_buffers(keys, addresses, sizes)
-            if tiers is not None:
-                releases.log_tiers(req_id, keys, results, tiers)
-            failed = short_positions(results, sizes)
-        except Exception as e:
-            record("load_get", start, n, num_bytes=num_bytes, status="error", num_failed_keys=n)
-            logger.warning("Mooncake get of %d keys (first %s) failed: %s", n, keys[:3], e)
-            refused += range(begin, end)
-            return
-        record(
-            "load_get",
-            start,
+def _unusable(failures: Sequence[BlockFailure]) -> Sequence[BlockFailure]:
+    """What the store refused, and whatever else was not read before the first of it."""
+    refused = [f for f in failures if f.code < 0 and f.code != NOT_TRIED]
+    if not refused:
+        return failures
+    first = min((f.group, f.block) for f in refused)
+    return [f for f in failures if (f.group, f.block) < first] + refused
+
+
+def _tails_are_usual(thread: Any, spec: Any) -> bool:
+    """Whether every tail lies in the last block of its group, as the lookup's own do."""
+    token_len = spec.token_len
+    for boundary in spec.tail_key_boundaries:
+        if boundary.num_tokens != token_len:
+            size = thread.token_databases[boundary.group_id].block_size
+            if -(-boundary.num_tokens // size) != -(-token_len // size):
+                return False
+    return True
+
+
+def _get(thread: Any, req_id: str, plan: LoadPlan, call: Call) -> None:
+    """Reads one batch."""
+    keys = call.args[0]
+    record, n = thread._record_operation, len(keys)
+    start = time.perf_counter()
+    try:
+        tiers = None
+        if envs.VLLM_MOONCAKE_STORE_TIER_LOG:
+            tiers = releases.replica_tiers(thread.store, keys)
+            start = time.perf_counter()
+        results = call.run(thread.store)
+        if tiers is not None:
+            releases.log_tiers(req_id, keys, results, tiers)
+    except Exception as e:
+        record("load_get", start, n, num_bytes=call.num_bytes, status="error", num_failed_keys=n)
+        logger.warning("Mooncake get of %d keys (first %s) failed: %s", n, keys[:3], e)
+        plan.fail(e)
+        return
+    failures = plan.feed(results)
+    record(
+        "load_get",
+        start,
+        n,
+        num_bytes=call.num_bytes,
+        status="partial_failure" if failures else "ok",
+        num_failed_keys=len(failures),
+    )
+    if failures:
+        logger.warning(
+            "Mooncake get failed for %d of %d keys of request %s (first %s)",
+            len(failures),
             n,
-            num_bytes=num_bytes,
-            status="partial_failure" if failed else "ok",
-            num_failed_keys=len(failed),
+            req_id,
+            [(f.key, f.code) for f in failures[:3]],
         )
-        if failed:
-            logger.warning(
-                "Mooncake get failed for %d of %d keys of request %s (first %s)",
-                len(failed),
-                n,
-                req_id,
-                [(keys[i], results[i]) for i in failed[:3]],
-            )
-        for i in failed:
-            (refused if results[i] < 0 else lacking).append(begin + i)
 
 
 def _every_block(thread: Any, meta: Any) -> list[int]:
     """All blocks that a load may have been meant to fill."""
-    skip = meta.load_spec.vllm_cached_tokens // thread.block_size * thread.block_size
+    skip = _skip(thread, meta)
     return [
         block
         for db, table in zip(thread.token_databases, meta.block_ids, strict=False)
@@ -220,21 +169,15 @@ def _every_block(thread: Any, meta: Any) -> list[int]:
 
 def handle_request(self: Any, req_meta: Any) -> None:
     """Load one request's hit; it is finished however the load ends."""
-    names = thread_names(self)
-    if names is None:
+    plans = thread_plans(self, ReceivingPolicy)
+    if plans is None or not _tails_are_usual(self, req_meta.load_spec):
         stock("receiving.handle_request")(self, req_meta)
         return
     req_id = req_meta.req_id
     try:
-        load = _Load(self, req_meta)
-        load.plan(names)
-        if load.keys:
-            load.rotate()
-            ends = load.batches()
-            if ends is None:
-                self._report_load_error(req_id, load.ids)
-            else:
-                load.run(ends)
+        plan = _plan(self, req_meta, plans)
+        if plan is not None:
+            _drive(self, req_meta, plan)
     except Exception as e:
         logger.exception("Load of request %s failed: %s", req_id, e)
         self._report_load_error(req_id, _every_block(self, req_meta))

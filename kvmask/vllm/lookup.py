@@ -1,4 +1,4 @@
-"""The worker's prefix lookup: keys, answers and hit in the core.
+"""The worker's prefix lookup: a lookup plan of kvmask, driven with the worker's store.
 
 `exact` asks the store once, for the keys stock asks and in its order. `staged` asks for the keys
 that decide, in a few calls. Both count every call under stock's operation name.
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvmask._core import Bitset, HitHints, KeyBuilder, LookupCore, build_keys
-from kvmask.errors import ArgumentError, KVMaskError
-from kvmask.plans.moves import STRATEGIES
+from kvmask._core import Bitset, KeyBuilder, build_keys
+from kvmask.errors import ArgumentError
+from kvmask.plans import STRATEGIES, GroupScheme, Held, LookupPlan, PlanTools, Scheme
 from kvmask.vllm.local import unpack
 from kvmask.vllm.releases import (
     ExternalCachedBlockPool,
@@ -40,8 +40,8 @@ def set_default(lookup: str) -> None:
     _default["lookup"] = check_strategy(lookup)
 
 
-def _names(worker: Any) -> tuple[Rules, list[tuple[KeyBuilder, ...]]] | None:
-    """Rules and key builders of a worker, or None when its groups are not the core's to answer."""
+def _scheme(worker: Any) -> Scheme | None:
+    """Scheme of a worker's lookups, or None when its groups are not the core's to answer."""
     coord = worker.coord
     if not is_stock_coordinator(coord):
         return None
@@ -49,33 +49,68 @@ def _names(worker: Any) -> tuple[Rules, list[tuple[KeyBuilder, ...]]] | None:
     if rules is None:
         return None
     prefixes = worker._lookup_key_prefixes
-    kept = worker.__dict__.get("_kvmask_names")
+    kept = worker.__dict__.get("_kvmask_scheme")
     if kept is not None and kept[0] is rules and kept[1] is prefixes:
-        return kept[2]
-    names = None
+        scheme: Scheme | None = kept[2]
+        return scheme
+    scheme = _make_scheme(worker, rules, prefixes)
+    worker.__dict__["_kvmask_scheme"] = (rules, prefixes, scheme)
+    return scheme
+
+
+def _make_scheme(worker: Any, rules: Rules, prefixes: Sequence[Sequence[str]]) -> Scheme | None:
     groups = list(zip(worker._kv_cache_groups, worker.token_dbs, strict=True))
-    agree = len(groups) == len(rules.cacheable) == len(prefixes) and (
-        worker.hash_block_size == rules.hash_block
-    )
+    if not len(groups) == len(rules.cacheable) == len(prefixes):
+        return None
+    if worker.hash_block_size != rules.hash_block_size:
+        return None
+    if rules.eagle and not current().eagle_peeks:
+        return None
+    made = []
     for i, (group, db) in enumerate(groups):
-        if not agree:
-            break
         takes_part = current().prefix_cacheable(group.kv_cache_spec)
-        agree = takes_part == rules.cacheable[i] and (
-            not takes_part or (db.block_size == rules.block_sizes[i] and len(prefixes[i]) > 0)
+        if takes_part != rules.cacheable[i]:
+            return None
+        if takes_part and (db.block_size != rules.block_sizes[i] or not prefixes[i]):
+            return None
+        names = tuple(KeyBuilder(p + "@") for p in prefixes[i])
+        made.append(
+            GroupScheme(
+                i,
+                str(i),
+                rules.kinds[i],
+                rules.block_sizes[i],
+                cacheable=takes_part,
+                namespaces=names,
+            )
         )
-    if agree:
-        names = (rules, [tuple(KeyBuilder(p + "@") for p in row) for row in prefixes])
-    worker.__dict__["_kvmask_names"] = (rules, prefixes, names)
-    return names
+    coord: Any = rules
+    # As stock, lookups take what digests there are.
+    return Scheme(coord, tuple(made), covers=False)
 
 
-def _hints(worker: Any) -> HitHints:
-    """Where this worker's earlier hits ended: most lookups then take one call."""
-    hints: HitHints | None = worker.__dict__.get("_kvmask_hints")
-    if hints is None:
-        hints = worker.__dict__["_kvmask_hints"] = HitHints()
-    return hints
+def _tools(worker: Any, strategy: str) -> PlanTools:
+    """What the lookups of a worker share: where its earlier hits ended.
+
+    Most lookups then take one call.
+    """
+    name = "_kvmask_tools_" + strategy
+    tools: PlanTools | None = worker.__dict__.get(name)
+    if tools is None:
+        tools = PlanTools(hints=strategy == "staged", stats=False, log=None)
+        worker.__dict__[name] = tools
+    return tools
+
+
+def _held(scheme: Scheme, local_tokens: int) -> Held | None:
+    """What lookups need not ask for: full-attention blocks of the GPU's own hit.
+
+    That hit is rounded down here, so windows and states that end there need not be held.
+    """
+    if not local_tokens:
+        return None
+    full = [g.cacheable and g.kind == "full" for g in scheme.groups]
+    return Held(tuple(local_tokens if f else 0 for f in full), local_tokens)
 
 
 def _ask(worker: Any, keys: list[str]) -> Any:
@@ -107,35 +142,33 @@ def lookup(self: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
     num_tokens, local_tokens = unpack(num_tokens)
     if self._capacity_only or num_tokens <= 0 or not block_hashes:
         return release.lookup_result(0, ())
-    names = _names(self) if is_plain(block_hashes) else None
-    if names is None or (names[0].eagle and not release.eagle_peeks):
+    scheme = _scheme(self) if is_plain(block_hashes) else None
+    if scheme is None:
         return stock("worker.lookup")(self, num_tokens, block_hashes)
-    rules, builders = names
-    staged = (self.__dict__.get("_kvmask_lookup") or _default["lookup"]) == "staged"
-    hashes = digests_of(block_hashes)
-    hints = _hints(self) if staged else None
-    units = rules.hash_block, rules.unit
-    hint = 0 if hints is None else hints.predict(hashes, *units, num_tokens - 1)
-    search = LookupCore(
-        rules.core, builders, hashes, num_tokens, local_tokens, staged=staged, hint=hint
+    strategy = self.__dict__.get("_kvmask_lookup") or _default["lookup"]
+    plan = LookupPlan(
+        scheme,
+        digests_of(block_hashes),
+        num_tokens,
+        held=_held(scheme, local_tokens),
+        strategy=strategy,
+        tools=_tools(self, strategy),
     )
-    while keys := search.next_keys():
-        answers = _ask(self, keys)
+    while (call := plan.next_call()) is not None:
+        answers = _ask(self, call.args[0])
         if answers is None:
             return release.lookup_result(0, ())
-        try:
-            search.feed(answers)
-        except KVMaskError as e:
-            logger.error("The Mooncake store's answer to a lookup is unusable: %s", e)
-            return release.lookup_result(0, ())
-    found = search.result()
-    if found is None or found[0] <= 0:
+        plan.feed(answers)
+    hit = plan.result
+    if hit.cause is not None:
+        logger.error("The Mooncake store's answer to a lookup is unusable: %s", hit.cause)
         return release.lookup_result(0, ())
-    hit, _, tails = found
-    if hints is not None:
-        hints.learn(hashes, *units, hit)
+    if hit.length <= 0:
+        return release.lookup_result(0, ())
+    groups = scheme.groups
     return release.lookup_result(
-        hit, [(g, t or hit) for g, t in enumerate(tails) if rules.cacheable[g]]
+        hit.length,
+        [(g, tail or hit.length) for g, tail in enumerate(hit.tail_tokens) if groups[g].cacheable],
     )
 
 

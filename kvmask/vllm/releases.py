@@ -27,6 +27,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from kvmask.errors import UnsupportedReleaseError
+from kvmask.versions import VLLM, release_of
 from kvmask.vllm import seams
 
 logger = init_logger("vllm.kvmask")
@@ -65,7 +66,6 @@ NULL_BLOCK: int = _find("vllm.v1.attention.backends.utils", "NULL_BLOCK_ID", 0)
 NO_HANDLE: int = _find(_STORE + "worker", "MOONCAKE_NO_AVAILABLE_HANDLE", -200)
 group_id_of: Any = _find(_STORE + "worker", "_make_mooncake_group_id")
 staging_bytes: Any = _find(_STORE + "worker", "_estimate_disk_offload_staging_bytes")
-split_batches: Any = _find(_STORE + "worker", "_split_disk_offload_load_batches")
 replica_tiers: Any = _find(_STORE + "worker", "_get_replica_tiers_by_key")
 log_tiers: Any = _find(_STORE + "worker", "_log_mooncake_load_tier_summary")
 LOOKUP_MSG: bytes = _find(_STORE + "protocol", "LOOKUP_MSG", b"")
@@ -73,7 +73,7 @@ decode_lookup_response: Any = _find(_STORE + "protocol", "decode_lookup_response
 _LookupResult: Any = _find(_STORE + "data", "MooncakeLookupResult")
 _TailBoundary: Any = _find(_STORE + "data", "TailKeyBoundary")
 
-RELEASES = ("0.24", "0.28", "0.32", "0.33")
+RELEASES = tuple(sorted(map(release_of, VLLM), key=lambda r: tuple(map(int, r.split(".")))))
 
 
 @dataclass(frozen=True)

@@ -39,50 +39,63 @@ _RULES = ("find_longest_cache_hit", "reachable_block_mask")
 
 
 class Rules:
-    """The core's view of one coordinator.
+    """The core's view of one coordinator; lookup plans take it for theirs.
 
     Attributes:
         core: Masks and hit search.
+        kinds: Kind of every group.
         block_sizes: Tokens per block of every group.
         scales: Hash blocks per bit of every group's presence.
         cacheable: Whether a group takes part in hits.
-        hash_block: Tokens per digest.
-        unit: What hits are multiples of.
+        hash_block_size: Tokens per digest.
+        alignment: The least common multiple of the block sizes.
+        hit_alignment: What hits are multiples of.
+        partial_hits: Hits may end inside a block.
         all_cacheable: No group is left out.
         eagle: Some group drops its last block.
     """
 
     __slots__ = (
+        "_core",
+        "alignment",
         "all_cacheable",
         "block_sizes",
         "cacheable",
-        "core",
         "eagle",
-        "hash_block",
+        "hash_block_size",
+        "hit_alignment",
+        "kinds",
         "lengths",
+        "partial_hits",
         "scales",
         "stamp",
-        "unit",
     )
 
     def __init__(self, coord: Any, rows: list[tuple[Any, ...]], stamp: tuple[Any, ...]) -> None:
         self.stamp = stamp
-        self.core = CoordinatorCore(
+        self.partial_hits = partial_hits(coord)
+        self.hash_block_size: int = coord.hash_block_size
+        self.alignment: int = coord.lcm_block_size
+        self.hit_alignment = self.hash_block_size if self.partial_hits else self.alignment
+        self._core = CoordinatorCore(
             rows,
-            coord.hash_block_size,
-            coord.lcm_block_size,
+            self.hash_block_size,
+            self.alignment,
             coord.retention_interval,
-            partial=partial_hits(coord),
+            partial=self.partial_hits,
         )
-        self.hash_block: int = coord.hash_block_size
-        self.unit: int = coord.hash_block_size if partial_hits(coord) else coord.lcm_block_size
+        self.kinds = [row[0] for row in rows]
         self.block_sizes = [row[1] for row in rows]
         self.cacheable = [row[4] for row in rows]
         self.all_cacheable = all(self.cacheable)
         self.eagle = any(row[3] for row in rows)
-        fine = partial_hits(coord)
-        self.lengths = [self.hash_block if fine else b for b in self.block_sizes]
-        self.scales = [max(1, length // self.hash_block) for length in self.lengths]
+        self.lengths = [self.hash_block_size if self.partial_hits else b for b in self.block_sizes]
+        self.scales = [max(1, length // self.hash_block_size) for length in self.lengths]
+
+    @property
+    def core(self) -> CoordinatorCore:
+        """Masks and hit search."""
+        return self._core
 
 
 def partial_hits(coord: Any) -> bool:

@@ -1,21 +1,22 @@
-"""The sending thread's job: which blocks of a request go to the store, and what became of them.
+"""The sending thread's job: a save plan of kvmask, driven as vLLM drives its own saves.
 
 The steps are vLLM's, in its order and with the same calls to the store and to the thread's own
-ledger; what is different is how keys, block ids and addresses are made. Two answers that vLLM reads
-as "nothing to do" are read as failures here: an existence answer that ends early, and put results
-that do.
+ledger. What to save, its keys, addresses and what became of it are the plan's (`SavePlan`). Two
+answers that vLLM reads as "nothing to do" are read as failures: an existence answer that ends
+early, and put results that do.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from kvmask._core import failed_positions, missing_positions, plan_blocks
-from kvmask.vllm.blocks import KeyNames, Part, check_digests, keys_of, thread_names
-from kvmask.vllm.layouts import Rows
+from kvmask.plans import EXISTS, WAIT, BlockFailure, Call, SavePlan
+from kvmask.vllm.policy import SendingPolicy
 from kvmask.vllm.releases import NO_HANDLE, NULL_BLOCK, BlockStored, event_hash, logger
 from kvmask.vllm.rules import digests_of
+from kvmask.vllm.schemes import ThreadPlans, check_digests, thread_plans
 from kvmask.vllm.seams import stock
 
 
@@ -27,13 +28,11 @@ class _Save:
         self.meta = meta
         self.token_len = token_len
         self.completed = False
+        self.answered = False  # the store has answered a put
         self.tokens = meta.token_ids
         self.tokens_start = meta.token_ids_start
-        self.keys: list[str] = []
-        self.lifecycles: list[str] | None = None
-        self.parts: list[Part] = []
 
-    def run(self, names: list[KeyNames | None]) -> None:
+    def run(self, plans: ThreadPlans) -> None:
         thread, meta = self.thread, self.meta
         if not thread.is_live_store_job(meta):
             return
@@ -44,15 +43,12 @@ class _Save:
             return
         if not thread._maybe_offload_boundary_states(meta) or self.token_len == 0:
             return
-        self.plan(names)
-        if self.keys:
-            self.drop_present()
-        if not self.keys:
-            self.mark_saved()
-            return
-        results = self.put()
-        if thread.enable_kv_event and results is not None:
-            events = self.events(results)
+        plan = self.plan(plans)
+        if plan is None or self.drive(plan):
+            thread._record_saved(meta, self.token_len)
+            self.completed = True
+        if plan is not None and self.answered and thread.enable_kv_event:
+            events = self.events(plan)
             if events:
                 thread.update_kv_event(events)
 
@@ -66,135 +62,96 @@ class _Save:
             self.tokens = tokens + self.tokens
             self.tokens_start = start
 
-    def plan(self, names: list[KeyNames | None]) -> None:
-        """Keys of the blocks that are worth storing, have a table entry and are this rank's."""
+    def plan(self, plans: ThreadPlans) -> SavePlan | None:
+        """The plan for what is new since the last save; None without digests to name it."""
         thread, meta = self.thread, self.meta
         done = thread._saved_offset.get(meta.req_id, 0)
         masks = thread.coord.store_mask(
             self.token_len, done, num_prompt_tokens=meta.prefill_end_tokens
         )
         if not meta.block_hashes:
-            return
+            return None
         hashes = digests_of(meta.block_hashes)
-        wants_groups = thread.enable_group_semantics and thread.supports_group_ids
-        lifecycles: list[str] = []
-        for g, db in enumerate(thread.token_databases):
-            builders = names[g]
-            if builders is None:
-                continue
-            check_digests(self.token_len, db.hash_block_size, hashes)
-            step = thread.group_put_steps[g]
-            start = -(-done // db.block_size)
-            planned, ids = plan_blocks(
-                masks[g],
-                self.token_len // db.block_size,
-                start,
-                meta.block_ids[g],
-                step,
-                (thread.tp_rank + g) % step,
-                NULL_BLOCK,
-            )
-            if not ids:
-                continue
-            width = len(builders.shards)
-            part = Part(g, db, meta.block_ids[g], start, planned, ids, width)
-            keys = keys_of(builders.shards, hashes, part)
-            self.keys = self.keys + keys if self.keys else keys
-            self.parts.append(part)
-            if wants_groups:
-                lifecycles += keys_of((builders.lifecycle,) * width, hashes, part)
-        if wants_groups:
-            self.lifecycles = lifecycles
+        check_digests(plans.scheme, self.token_len, hashes)
+        return SavePlan(
+            plans.scheme,
+            hashes,
+            meta.block_ids,
+            self.token_len,
+            start_token=done,
+            event=meta.current_event,
+            tools=plans.tools,
+            masks=masks,
+        )
 
-    def drop_present(self) -> None:
-        """Asks the store which keys it has and keeps the others."""
+    def drive(self, plan: SavePlan) -> bool:
+        """Makes the plan's calls; whether all that was planned is in the store now."""
+        while (call := plan.next_call()) is not None:
+            if call.name == WAIT:
+                plan.feed(call.run(None))
+            elif call.name == EXISTS:
+                plan.feed(self.exists(call))
+            elif not self.put(plan, call):
+                return False
+        return True
+
+    def exists(self, call: Call) -> Any:
+        """What the store has of the planned keys."""
+        record, n = self.thread._record_operation, len(call.args[0])
         start = time.perf_counter()
-        record = self.thread._record_operation
-        n = len(self.keys)
         try:
-            answers = self.thread.store.batch_is_exist(self.keys)
+            answers = call.run(self.thread.store)
         except Exception:
             record("save_exists", start, n, status="error", num_failed_keys=n)
             raise
         record("save_exists", start, n)
-        missing = missing_positions(answers, n)
-        if missing is None:
-            return
-        self.keys = [self.keys[i] for i in missing]
-        if self.lifecycles is not None:
-            self.lifecycles = [self.lifecycles[i] for i in missing]
-        left, first, at = [], 0, 0
-        for part in self.parts:
-            stop, begin = first + len(part), at
-            while at < len(missing) and missing[at] < stop:
-                at += 1
-            if at - begin == len(part):
-                left.append(part)
-            elif at > begin:
-                left.append(part.only([i - first for i in missing[begin:at]]))
-            first = stop
-        self.parts = left
+        return answers
 
-    def put(self) -> list[int] | None:
-        """Writes the keys; returns the results, None when the store raised."""
-        thread, meta = self.thread, self.meta
-        addresses: Rows = []
-        sizes: Rows = []
-        num_bytes = 0
-        for part in self.parts:
-            rows, spans, size = part.descriptors(self.token_len)
-            addresses = addresses + rows if addresses else rows
-            sizes = sizes + spans if sizes else spans
-            num_bytes += size
-        logger.debug("Storing %d keys of request %s", len(self.keys), meta.req_id)
-        if meta.current_event is not None:
-            meta.current_event.synchronize()
-        if self.lifecycles is not None:
-            thread.replicate_config.group_ids = self.lifecycles
-        record, n = thread._record_operation, len(self.keys)
+    def put(self, plan: SavePlan, call: Call) -> bool:
+        """Writes the keys that the store lacks; whether it has them now."""
+        thread, keys = self.thread, call.args[0]
+        record, n = thread._record_operation, len(keys)
+        logger.debug("Storing %d keys of request %s", n, self.meta.req_id)
         start = time.perf_counter()
         try:
-            results = thread.store.batch_put_from_multi_buffers(
-                self.keys, addresses, sizes, thread.replicate_config
-            )
+            results = call.run(thread.store)
         except Exception as e:
-            record("save_put", start, n, num_bytes=num_bytes, status="error", num_failed_keys=n)
+            record(
+                "save_put", start, n, num_bytes=call.num_bytes, status="error", num_failed_keys=n
+            )
             logger.error(
                 "The Mooncake store failed to put %d keys of request %s (first %s): %s",
                 n,
-                meta.req_id,
-                self.keys[0],
+                self.meta.req_id,
+                keys[0],
                 e,
             )
-            return None
-        # Keys without a result are not known to be stored.
-        results = list(results)
-        failed = failed_positions(results, n)
+            return False
+        failures = plan.feed(results)
+        self.answered = True
         record(
             "save_put",
             start,
             n,
-            num_bytes=num_bytes,
-            status="partial_failure" if failed else "ok",
-            num_failed_keys=len(failed),
+            num_bytes=call.num_bytes,
+            status="partial_failure" if failures else "ok",
+            num_failed_keys=len(failures),
         )
-        if failed:
-            self.report(results, failed)
-        else:
-            self.mark_saved()
-            if thread._clear_store_pressure():
-                logger.info("Mooncake store pressure is over: a batch was stored")
-        return results
+        if failures:
+            self.report(failures, n)
+        elif thread._clear_store_pressure():
+            logger.info("Mooncake store pressure is over: a batch was stored")
+        return not failures
 
-    def report(self, results: list[int], failed: list[int]) -> None:
-        codes = {results[i] for i in failed if i < len(results)}
+    def report(self, failures: Sequence[BlockFailure], n: int) -> None:
+        codes = {f.code for f in failures}
         logger.warning(
             "Mooncake put failed for %d of %d keys of request %s (codes %s, first %s)",
-            len(failed),
-            len(self.keys),
+            len(failures),
+            n,
             self.meta.req_id,
             sorted(codes),
-            [self.keys[i] for i in failed[:3]],
+            [f.key for f in failures[:3]],
         )
         if NO_HANDLE in codes and not self.thread._mark_request_skipped_for_pressure(self.meta):
             logger.warning(
@@ -202,27 +159,16 @@ class _Save:
                 self.meta.req_id,
             )
 
-    def mark_saved(self) -> None:
-        self.thread._record_saved(self.meta, self.token_len)
-        self.completed = True
-
-    def events(self, results: list[int]) -> list[Any]:
+    def events(self, plan: SavePlan) -> list[Any]:
         """One event per block whose missing shards were all stored."""
-        events, first = [], 0
+        events = []
         hashes = self.meta.block_hashes
         tokens, low = self.tokens, self.tokens_start
         high = low + len(tokens or ())
-        for part in self.parts:
-            db = part.db
+        for group, blocks in plan.written:
+            db = self.thread.token_databases[group]
             size, unit = db.block_size, db.hash_block_size
-            stored: dict[int, bool] = {}
-            for i, block in enumerate(part.blocks(), first):
-                good = i < len(results) and results[i] >= 0
-                stored[block] = stored.get(block, True) and good
-            first += len(part)
-            for block, good in stored.items():
-                if not good:
-                    continue
+            for block in blocks:
                 start, end = block * size, (block + 1) * size
                 known = tokens is not None and low <= start and end <= high
                 parent = event_hash(hashes[start // unit - 1]) if start else None
@@ -235,7 +181,7 @@ class _Save:
                         lora_id=None,
                         medium="cpu",
                         lora_name=None,
-                        group_idx=part.group,
+                        group_idx=group,
                     )
                 )
         return events
@@ -244,13 +190,17 @@ class _Save:
 def handle_request(self: Any, req_meta: Any) -> None:
     """Store one request's new blocks; the job is reported however it ends."""
     token_len = _token_len(self, req_meta)
-    names = None if token_len is None else thread_names(self)
-    if token_len is None or names is None:
+    plans = None
+    if token_len is not None:
+        plans = thread_plans(
+            self, SendingPolicy, self.coord.lcm_block_size, self.group_put_steps, NULL_BLOCK
+        )
+    if token_len is None or plans is None:
         stock("sending.handle_request")(self, req_meta)
         return
     save = _Save(self, req_meta, token_len)
     try:
-        save.run(names)
+        save.run(plans)
     finally:
         if self.enable_kv_event and token_len:
             self._update_retry_token_ids(req_meta, save.completed, save.tokens_start, save.tokens)

@@ -1,0 +1,183 @@
+"""Schemes of a worker and of its transfer threads, made of vLLM's objects.
+
+A scheme is kept as long as what it was made of stays in place, and is made anew otherwise. Masks
+are not part of it: they come with each request from the coordinator, be it vLLM's or kvmask's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvmask._core import BlockHashes, KeyBuilder
+from kvmask.coordinator import Hit
+from kvmask.errors import AlignmentError
+from kvmask.plans import GroupScheme, PlanTools, Scheme, StorePolicy
+from kvmask.vllm.layouts import Tables, tables_of
+from kvmask.vllm.releases import StockDatabase, group_id_of
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """What plans ask of a coordinator when the masks come with each request.
+
+    A save ends with whole blocks of every group: vLLM hands over by itself what lies past them. A
+    load may end at any hash block.
+
+    Attributes:
+        hash_block_size: Tokens per digest.
+        alignment: What saves are multiples of.
+        partial_hits: Whether this is for loads.
+    """
+
+    hash_block_size: int
+    alignment: int
+    partial_hits: bool
+
+    @property
+    def hit_alignment(self) -> int:
+        """What loads are multiples of."""
+        return self.hash_block_size
+
+    def align(self, num_tokens: int) -> int:
+        """Round a token count down."""
+        return num_tokens // self.alignment * self.alignment
+
+    def find_hit(self, present: Any, max_length: int, eagle: bool) -> Hit:
+        """No hit: vLLM itself decides what it uses of a load that failed in part."""
+        return Hit(0, (), ())
+
+
+class Place:
+    """Keys and addresses of one token database's blocks.
+
+    Attributes:
+        tables: Region tables of its store layout.
+        own: One key builder per shard that this rank moves.
+        eviction: Builds the group id that all shards of a block share.
+    """
+
+    __slots__ = ("eviction", "own", "tables")
+
+    def __init__(self, tables: Tables, own: tuple[KeyBuilder, ...], eviction: KeyBuilder) -> None:
+        self.tables = tables
+        self.own = own
+        self.eviction = eviction
+
+
+def place_of(db: Any) -> Place | None:
+    """Keys and addresses of a database; None when it names or places blocks in its own way."""
+    layout = db.store_layout
+    tables = tables_of(layout)
+    kept = db.__dict__.get("_kvmask_place")
+    if kept is not None and kept[0] is layout and kept[1] is tables:
+        place: Place | None = kept[2]
+        return place
+    place = None
+    plain = getattr(type(db), "process_tokens", None) is StockDatabase.process_tokens
+    if plain and "process_tokens" not in db.__dict__ and "key_for" not in layout.__dict__:
+        prefixes = [layout.key_for(shard, b"") for shard in layout.local_shard_ids]
+        named = all(p.endswith("@") for p in prefixes)
+        if named and tables is not None and len(tables.regions) == len(prefixes):
+            eviction = KeyBuilder(group_id_of(db.metadata, ""))
+            place = Place(tables, tuple(KeyBuilder(p) for p in prefixes), eviction)
+    db.__dict__["_kvmask_place"] = (layout, tables, place)
+    return place
+
+
+class ThreadPlans(NamedTuple):
+    """What every plan of a transfer thread is made with."""
+
+    scheme: Scheme
+    tools: PlanTools
+
+
+def thread_plans(
+    thread: Any,
+    policy: type[StorePolicy],
+    alignment: int | None = None,
+    steps: Sequence[int] | None = None,
+    null_block: int | None = None,
+) -> ThreadPlans | None:
+    """Scheme and tools of a transfer thread; None leaves its requests to stock.
+
+    Args:
+        thread: The thread.
+        policy: Its policy, made from the thread.
+        alignment: Tokens that a save is a multiple of; None: loads, which end at hash blocks.
+        steps: Per group, how many ranks share the writing.
+        null_block: The block that is never transferred.
+    """
+    databases, rank = thread.token_databases, thread.tp_rank
+    places: list[Place | None] = []
+    for db, takes_part in zip(databases, thread.group_participates, strict=True):
+        place = place_of(db) if takes_part else None
+        if takes_part and place is None:
+            return None
+        places.append(place)
+    stamp = (places, alignment, steps, rank)
+    kept = thread.__dict__.get("_kvmask_plans")
+    if kept is not None and kept[0] == stamp:
+        plans: ThreadPlans | None = kept[1]
+        return plans
+    scheme = _thread_scheme(databases, places, alignment, steps, rank)
+    plans = None
+    if scheme is not None:
+        tools = PlanTools(policy(thread), null_block=null_block, stats=False, log=None)  # type: ignore[call-arg]
+        plans = ThreadPlans(scheme, tools)
+    if steps is not None:
+        stamp = (places, alignment, list(steps), rank)
+    thread.__dict__["_kvmask_plans"] = (stamp, plans)
+    return plans
+
+
+def _thread_scheme(
+    databases: Sequence[Any],
+    places: Sequence[Place | None],
+    alignment: int | None,
+    steps: Sequence[int] | None,
+    rank: int,
+) -> Scheme | None:
+    units = {db.hash_block_size for db, p in zip(databases, places, strict=True) if p is not None}
+    if len(units) > 1:
+        return None
+    unit = units.pop() if units else 1
+    loads = alignment is None
+    groups = []
+    for g, (db, place) in enumerate(zip(databases, places, strict=True)):
+        step = 1 if steps is None else steps[g]
+        groups.append(
+            GroupScheme(
+                g,
+                str(g),
+                # The masks say which blocks are worth moving. Here it only matters that a load
+                # leaves out all that lies below what the GPU holds, and that a save takes no empty
+                # entry for a hole.
+                "full" if loads else "window",
+                db.block_size,
+                cacheable=place is not None,
+                own=() if place is None else place.own,
+                layouts=() if place is None else tuple(place.tables.regions),
+                writers=step,
+                # The phase turns with the group, which spreads the load over the ranks.
+                turn=(rank + g) % step,
+                eviction=None if place is None else place.eviction,
+            )
+        )
+    lengths: Any = Lengths(unit, alignment or unit, partial_hits=loads)
+    return Scheme(lengths, tuple(groups), bound=True, rank=rank)
+
+
+def check_digests(scheme: Scheme, num_tokens: int, hashes: BlockHashes) -> None:
+    """Refuse a length that its digests do not name.
+
+    Raises:
+        AlignmentError: It is no whole number of hash blocks, or there are too few digests.
+    """
+    unit = scheme.coord.hash_block_size
+    if num_tokens % unit or num_tokens // unit > len(hashes):
+        raise AlignmentError(
+            "`num_tokens` must be covered by whole hash blocks, "
+            f"got {num_tokens} tokens and {len(hashes)} digests of {unit}"
+        )
