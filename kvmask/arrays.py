@@ -120,10 +120,19 @@ def _interface_view(
         shape=shape,
         strides=strides,
         itemsize=itemsize,
-        dtype=interface["typestr"],
+        dtype=_element_type(obj, interface["typestr"]),
         device="cpu" if attribute == "__array_interface__" else _cuda_device(obj),
         storage=_storage(obj, attribute, name),
     )
+
+
+def _element_type(obj: Any, typestr: str) -> str:
+    """The type string; of raw bytes the name that the array has for them, such as bfloat16.
+
+    Without it, types of one size (float8 of two kinds, structures) would look alike.
+    """
+    name = str(getattr(obj, "dtype", typestr)) if "V" in typestr else typestr
+    return "".join(name.split())
 
 
 def _parse(interface: Any, name: str) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:

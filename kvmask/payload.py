@@ -22,6 +22,8 @@ from kvmask.groups import check_count
 __all__ = ["Fact", "PayloadFacts", "TensorFacts", "check_facts", "tensor_facts"]
 
 Fact = str | int | bool | None
+#: Bits of an integer among the facts. Python does not write out arbitrarily long ones.
+MAX_FACT_BITS = 256
 
 _BITS = {"f": "float", "i": "int", "u": "uint", "c": "complex"}
 
@@ -90,6 +92,11 @@ def check_facts(facts: Any, name: str) -> dict[str, Fact]:
     if not isinstance(facts, Mapping):
         raise TypeError(f"`{name}` must be a mapping, got {type(facts).__name__}")
     for key, value in facts.items():
+        if isinstance(value, int) and value.bit_length() > MAX_FACT_BITS:
+            raise ArgumentError(
+                f"`{name}` must hold integers of at most {MAX_FACT_BITS} bits, "
+                f"got {key!r} with {value.bit_length()}"
+            )
         if not isinstance(key, str) or not isinstance(value, str | int | type(None)):
             raise ArgumentError(
                 f"`{name}` must map text to text, integers, booleans or None, "
@@ -216,6 +223,12 @@ class PayloadFacts:
             block_bytes=layout.block_bytes,
         )
 
+    @property
+    def states_bytes(self) -> bool:
+        """Whether any fact is stated that tells unlike caches apart."""
+        said = (self.dtype, self.layout, self.token_bytes, self.block_bytes, self.extra)
+        return any(said)
+
     def shared(self, *, layers: bool, sizes: bool) -> PayloadFacts:
         """Those facts that all ranks have.
 
@@ -261,8 +274,9 @@ class PayloadFacts:
                 continue
             found.append(f"{name} {_show(theirs)} for {_show(mine)}")
         for name in self.extra.keys() & other.extra.keys():
-            if self.extra[name] != other.extra[name]:
-                found.append(f"{name} {other.extra[name]!r} for {self.extra[name]!r}")
+            mine, theirs = self.extra[name], other.extra[name]
+            if (mine, type(mine)) != (theirs, type(theirs)):
+                found.append(f"{name} {theirs!r} for {mine!r}")
         return found
 
 

@@ -12,8 +12,9 @@ from kvmask.groups import check_count
 from kvmask.hashing.chain import BlockHasher
 from kvmask.plans.load import LoadPlan
 from kvmask.plans.lookup import LookupPlan
-from kvmask.plans.results import Handoff, SaveResult
-from kvmask.plans.save import SavePlan
+from kvmask.plans.results import Handoff, LoadResult, SaveResult
+from kvmask.plans.save import SavePlan, check_handoff
+from kvmask.plans.scheme import block_hashes, scheme_of
 from kvmask.plans.tools import PlanTools
 
 # Per block from the first one on that is asked for: (first block, number of blocks) to extra keys.
@@ -53,7 +54,8 @@ class CacheRequest:
     Attributes:
         contract: The contract.
         num_prompt_tokens: Length of the prompt.
-        mark: Tokens; `SaveResult.mark` of the last save, where the next one begins.
+        mark: Tokens; where the next save begins: `SaveResult.mark` of the last save, or what a load
+            has filled when that is more.
         hit: The hit of the last lookup, or None.
 
     Raises:
@@ -77,9 +79,12 @@ class CacheRequest:
                 "exactly one of `token_ids` and `hashes` must be given, "
                 f"got {'both' if hashes is not None else 'none'}"
             )
+        if extra_keys is not None and not callable(extra_keys):
+            _check_sequence(extra_keys)
         self.contract = contract
         self.mark = 0
         self.hit: Hit | None = None
+        self._reused = 0
         self._handoffs: list[Handoff] = []
         self._hasher: BlockHasher | None = None
         self._extra_keys: ExtraKeys | None = extra_keys
@@ -105,7 +110,7 @@ class CacheRequest:
         self.num_prompt_tokens = num_prompt_tokens
 
     def _take_digests(self, hashes: BlockHashes | Sequence[bytes], num_tokens: int | None) -> None:
-        digests = hashes if isinstance(hashes, BlockHashes) else BlockHashes.from_list(hashes)
+        digests = block_hashes(hashes)
         self.contract.check_hashes(digests)
         unit = self.contract.hash_block_size
         covered = len(digests) * unit
@@ -156,43 +161,71 @@ class CacheRequest:
                 raise ArgumentError(
                     "`hashes` must be given to a request that was made from digests"
                 )
-            before = self._num_tokens
-            if len(hashes) < len(self.hashes) or (num_tokens is not None and num_tokens < before):
-                raise ArgumentError(
-                    "`hashes` must hold all digests of the request, "
-                    f"got {len(hashes)} after {len(self.hashes)}"
-                )
-            self._take_digests(hashes, num_tokens)
+            self._grow(hashes, num_tokens)
             return
         if hashes is not None or num_tokens is not None or token_ids is None:
             raise ArgumentError("`token_ids` must be given to a request that was made from tokens")
-        count = len(token_ids)
+        try:
+            count = len(token_ids)
+        except TypeError:
+            raise TypeError(
+                f"`token_ids` must be a sequence or array, got {type(token_ids).__name__}"
+            ) from None
         first = len(self._hasher.hashes)
         new = (self._num_tokens + count) // self.contract.hash_block_size - first
         given = self._extra_keys
         extras: Sequence[Any] | None = None
         if given is not None and new:
-            extras = given(first, new) if callable(given) else list(given)[first : first + new]
+            extras = given(first, new) if callable(given) else given[first : first + new]
+            _check_sequence(extras)
             if len(extras) != new:
                 raise ArgumentError(
                     "`extra_keys` must have one entry for every full hash block, "
                     f"got {first + len(extras)} and {first + new}"
                 )
         self._hasher.extend(token_ids, extras)
-        self._num_tokens += count
+        self._num_tokens = self._hasher.num_tokens
         self._hashes = None
+
+    def _grow(self, hashes: BlockHashes | Sequence[bytes], num_tokens: int | None) -> None:
+        """Take all digests of a request that has grown, if they go on from those that it has."""
+        digests = block_hashes(hashes)
+        old, before = self.hashes, self._num_tokens
+        if num_tokens is None:
+            num_tokens = max(before, len(digests) * self.contract.hash_block_size)
+        num_tokens = check_count(num_tokens, "num_tokens", 0, MAX_TOKENS)
+        if len(digests) < len(old) or num_tokens < before:
+            raise ArgumentError(
+                "`hashes` must hold all digests of the request, "
+                f"got {len(digests)} for {num_tokens} tokens after {len(old)} for {before}"
+            )
+        # Digests are chained: the last one stands for those before it.
+        last = len(old) - 1
+        if last >= 0 and digests[last] != old[last]:
+            raise ArgumentError(
+                "`hashes` must go on from the digests of the request, "
+                f"got {digests[last].hex()} for {old[last].hex()} at {last}"
+            )
+        self._take_digests(digests, num_tokens)
 
     def hand_over(self, group: int | str, num_tokens: int, block_id: int) -> None:
         """Have a block saved under the digest of its own boundary, with the next save.
 
-        Engines whose state blocks do not stay in the block table save recurrent states so.
+        Engines whose state blocks do not stay in the block table save recurrent states so. The
+        block must keep what it holds until that save is done. A save that fails forgets it: the
+        failures name it, and the engine hands it over again while it still holds the same.
 
         Args:
             group: Index or name of the group.
             num_tokens: The boundary, a multiple of the hash block size.
             block_id: The block that holds the state there.
+
+        Raises:
+            ArgumentError: The contract has no such cacheable group, or a number is out of range.
         """
-        self._handoffs.append(Handoff(group, num_tokens, block_id))
+        handoff = Handoff(group, num_tokens, block_id)
+        check_handoff(scheme_of(self.contract), handoff)
+        self._handoffs.append(handoff)
 
     def lookup_plan(
         self, held: Any = 0, strategy: str = "staged", tools: PlanTools | None = None
@@ -221,7 +254,7 @@ class CacheRequest:
         event: Any = None,
         tools: PlanTools | None = None,
     ) -> LoadPlan:
-        """The plan that fills the blocks of a hit; see `LoadPlan`.
+        """The plan that fills the blocks of a hit; see `LoadPlan`. Give its result to `loaded`.
 
         Args:
             bound: The contract, bound to this rank's memory.
@@ -231,6 +264,16 @@ class CacheRequest:
             tools: Policy, memos and counters.
         """
         return LoadPlan(bound, self.hashes, tables, hit, event=event, tools=tools)
+
+    def loaded(self, result: LoadResult) -> LoadResult:
+        """Remember how much of the request came from the store.
+
+        What lies below need not be saved. Nor could it be: of a window the load fills the last
+        blocks alone, and the entries before them may name blocks that hold anything.
+        """
+        self._reused = max(self._reused, result.usable_tokens)
+        self.mark = max(self.mark, self._reused)
+        return result
 
     def save_plan(
         self,
@@ -242,7 +285,7 @@ class CacheRequest:
     ) -> SavePlan:
         """The plan that saves what is new since the mark; see `SavePlan`.
 
-        It also saves what `hand_over` was told. Give its result to `saved`.
+        It also takes what `hand_over` was told since the last plan. Give its result to `saved`.
 
         Args:
             bound: The contract, bound to this rank's memory.
@@ -251,7 +294,7 @@ class CacheRequest:
             event: CUDA event or stream to wait for before memory is read.
             tools: Policy, memos and counters.
         """
-        return SavePlan(
+        plan = SavePlan(
             bound,
             self.hashes,
             tables,
@@ -261,18 +304,27 @@ class CacheRequest:
             handoffs=self._handoffs,
             event=event,
             tools=tools,
+            reused_tokens=self._reused,
         )
+        # A later save must not read a block that may be in use again by then.
+        self._handoffs = []
+        return plan
 
     def saved(self, result: SaveResult) -> SaveResult:
-        """Remember how far the request is saved. Blocks that were handed over are forgotten once
-        all that was planned is in the store."""
+        """Remember how far the request is saved."""
         self.mark = max(self.mark, result.mark)
-        if result.ok:
-            self._handoffs.clear()
         return result
 
     def __repr__(self) -> str:
         return (
             f"<CacheRequest: {self._num_tokens} tokens, {len(self.hashes)} digests, "
             f"saved up to {self.mark}>"
+        )
+
+
+def _check_sequence(extra_keys: Any) -> None:
+    if not isinstance(extra_keys, Sequence) or isinstance(extra_keys, str | bytes):
+        raise TypeError(
+            "`extra_keys` must be a sequence, or a function that gives one, "
+            f"got {type(extra_keys).__name__}"
         )

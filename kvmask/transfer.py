@@ -82,9 +82,13 @@ class KVTransfer:
         )
         self._registered: list[int] = []
         self._lock = threading.Condition()
-        self._running = 0
+        self._running: list[int] = []  # the threads whose calls run
         self._closed = False
-        self._register()
+        try:
+            self._register()
+        except BaseException:
+            self._undo()
+            raise
 
     @property
     def stats(self) -> TransferStats:
@@ -100,12 +104,10 @@ class KVTransfer:
             try:
                 code = self.store.register_buffer(address, size)
             except Exception as e:
-                self._undo()
                 raise StoreError(
                     f"the store must register {size} bytes at {address:#x}, got {e!r}"
                 ) from e
             if code != 0:
-                self._undo()
                 raise StoreError(
                     f"the store must register {size} bytes at {address:#x}, "
                     f"got code {code} ({code_name(code)})",
@@ -125,27 +127,35 @@ class KVTransfer:
         Calling it again tries again what the store refused, and else does nothing.
 
         Raises:
+            PlanStateError: It is called from within a call of this thread, such as by the store or
+                an event: that call would wait for itself.
             StoreError: The store refuses to unregister a storage. The others are unregistered all
                 the same.
         """
         with self._lock:
+            if threading.get_ident() in self._running:
+                raise PlanStateError("`close` must not be called while this thread's own call runs")
             self._closed = True
             while self._running:
                 self._lock.wait()
             left: list[int] = []
             cause: Exception | None = None
             shown, last = "", None
-            for address in reversed(self._registered):
-                try:
-                    code = self.store.unregister_buffer(address)
-                except Exception as e:
-                    cause, shown = e, repr(e)
-                else:
-                    if code == 0:
-                        continue
-                    last, shown = code, f"code {code} ({code_name(code)})"
-                left.append(address)
-            self._registered = left[::-1]
+            try:
+                while self._registered:
+                    try:
+                        code = self.store.unregister_buffer(self._registered[-1])
+                    except Exception as e:
+                        cause, shown = e, repr(e)
+                    else:
+                        if code == 0:
+                            self._registered.pop()
+                            continue
+                        last, shown = code, f"code {code} ({code_name(code)})"
+                    left.append(self._registered.pop())
+            finally:
+                # An interrupt leaves the rest to the next call.
+                self._registered += left[::-1]
         if left:
             raise StoreError(
                 "the store must unregister every storage, "
@@ -158,12 +168,12 @@ class KVTransfer:
         with self._lock:
             if self._closed:
                 raise PlanStateError("the transfer is closed")
-            self._running += 1
+            self._running.append(threading.get_ident())
         try:
             return drive(plan, self.store)
         finally:
             with self._lock:
-                self._running -= 1
+                self._running.remove(threading.get_ident())
                 if self._closed:
                     self._lock.notify_all()
 
@@ -257,8 +267,7 @@ class KVTransfer:
             event=event,
             tools=self.tools,
         )
-        result: LoadResult = self._run(plan)
-        return result
+        return request.loaded(self._run(plan))
 
     def save(
         self, request: CacheRequest, tables: Any, num_tokens: int, *, event: Any = None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from fake_store import FakeStore
 
-from kvmask import Contract, Coordinator, KVLayout, KVTransfer, VllmKeys, drive
+from kvmask import ChunkedLocal, Contract, Coordinator, KVLayout, KVTransfer, VllmKeys, drive
 from kvmask._core import build_keys
 from kvmask.coordinator import group_row
 from kvmask.mooncake import MooncakePolicy
@@ -142,6 +143,13 @@ def contract_of(
     """A contract over digests that nobody hashes."""
     options.setdefault("hashing", None)
     return Contract(groups, hash_block, VllmKeys(model) if keys is None else keys, **options)
+
+
+def whole_chunks(group: Any) -> Any:
+    """The group with attention chunks of whole blocks, as a contract demands them."""
+    if not isinstance(group, ChunkedLocal):
+        return group
+    return replace(group, chunk_size=-(-group.chunk_size // group.block_size) * group.block_size)
 
 
 class Engine:
@@ -303,4 +311,5 @@ __all__ = [
     "mooncake_tools",
     "pair",
     "scheme_of",
+    "whole_chunks",
 ]

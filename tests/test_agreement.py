@@ -13,7 +13,7 @@ from fake_store import EXIST, GET, PUT, UNREGISTER, FakeStore
 from fuzz_lookup import OneHint
 from hypothesis import given
 from hypothesis import strategies as st
-from rig import Engine, contract_of, digests, pair
+from rig import Engine, contract_of, digests, pair, whole_chunks
 
 from kvmask import (
     Bitset,
@@ -47,7 +47,7 @@ SEED = Hashing("sha256", seed="one")
 
 
 def full_contract(**options):
-    options.setdefault("facts", {"made": "up"})
+    options.setdefault("facts", {"dtype": "made up"})
     return Contract([FullAttention(16)], 16, StrictKeys("m"), **options)
 
 
@@ -56,7 +56,7 @@ def full_contract(**options):
 
 def test_r1_groups_of_one_template_keep_their_bytes_apart():
     """Blocks of equal bytes, the same strict keys for both: group 1 held group 0's bytes."""
-    contract = contract_of(FULL_AND_WINDOW, 16, StrictKeys("m"), facts={"made": "up"})
+    contract = contract_of(FULL_AND_WINDOW, 16, StrictKeys("m"), facts={"dtype": "made up"})
     store = FakeStore()
     rng = np.random.default_rng(1)
     memory = {name: rng.integers(0, 256, (6, 64), dtype=np.uint8) for name in FULL_AND_WINDOW}
@@ -111,7 +111,7 @@ def test_r1_no_two_places_of_a_block_share_a_key():
         "full": [StrictKeys("m", tags={"part": "k"}), StrictKeys("m", tags={"part": "v"})],
         "swa": StrictKeys("m"),
     }
-    contract = contract_of(FULL_AND_WINDOW, 16, keys, ranks=grid, facts={"made": "up"})
+    contract = contract_of(FULL_AND_WINDOW, 16, keys, ranks=grid, facts={"dtype": "made up"})
     builders = [b for g in contract.scheme.groups for b in g.namespaces]
     assert len(builders) == 2 * 8 + 8
     assert len({(b.prefix, b.suffix) for b in builders}) == len(builders)
@@ -343,7 +343,7 @@ def test_r5_what_is_held_and_what_is_loaded_make_up_the_hit(data):
     config = data.draw(strategies.configs())
     num_tokens = min(data.draw(strategies.token_counts(config)), 200 * config.hash_block_size)
     contract = contract_of(
-        {f"g{i}": group for i, group in enumerate(config.groups)},
+        {f"g{i}": whole_chunks(group) for i, group in enumerate(config.groups)},
         config.hash_block_size,
         alignment=config.alignment,
         retention_interval=config.retention_interval,
@@ -490,7 +490,9 @@ def test_r9_counts_that_disagree_are_refused_where_they_are_stated(build, said):
 def test_r10_the_mark_of_one_rank_of_several_says_so():
     """Eight ranks hold the same bytes: one of them stored its eighth."""
     grid = RankGrid(tp_size=8, kv_heads=1)
-    contract = contract_of([FullAttention(16)], 16, StrictKeys("m"), ranks=grid, facts={"a": 1})
+    contract = contract_of(
+        [FullAttention(16)], 16, StrictKeys("m"), ranks=grid, facts={"dtype": "made up"}
+    )
     store = FakeStore()
     engines = [Engine(store.client(), contract, 256, seed=1, bind={"tp_rank": r}) for r in range(8)]
     results = []
@@ -510,7 +512,9 @@ def test_r10_the_mark_of_one_rank_of_several_says_so():
 
 def test_r10_groups_that_are_shared_by_different_numbers_of_ranks():
     grid = RankGrid(tp_size=4, replication={"full": 4, "swa": 2})
-    contract = contract_of(FULL_AND_WINDOW, 16, StrictKeys("m"), ranks=grid, facts={"made": "up"})
+    contract = contract_of(
+        FULL_AND_WINDOW, 16, StrictKeys("m"), ranks=grid, facts={"dtype": "made up"}
+    )
     engine = Engine(FakeStore(), contract, 64, seed=1)
     assert engine.save(digests(4), 64).writers == 4
 
@@ -612,7 +616,7 @@ def test_r13_decode_context_parallelism_beside_a_group_that_all_ranks_hold():
     on all 8. 16 of 32 keys were never written."""
     groups = {"full": FullAttention(16), "all": FullAttention(16, spec="replicated")}
     grid = RankGrid(tp_size=8, dcp_size=2, kv_heads=1, context_split={"all": False})
-    contract = contract_of(groups, 16, StrictKeys("m"), ranks=grid, facts={"made": "up"})
+    contract = contract_of(groups, 16, StrictKeys("m"), ranks=grid, facts={"dtype": "made up"})
     assert [len(g.namespaces) for g in contract.scheme.groups] == [2, 1]
     store = FakeStore()
 
@@ -661,7 +665,7 @@ def test_r13_every_key_of_any_grid_has_one_writer(data):
     grid = RankGrid(
         tp_size=tp, pp_size=pp, dcp_size=dcp, kv_heads=heads, context_split={"other": split}
     )
-    contract = contract_of(groups, 16, StrictKeys("m"), ranks=grid, facts={"made": "up"})
+    contract = contract_of(groups, 16, StrictKeys("m"), ranks=grid, facts={"dtype": "made up"})
     width = tp // min(heads, tp)
 
     def cells(g, rank):
@@ -720,7 +724,7 @@ def test_an_engine_that_starts_from_anothers_file_reads_its_bytes():
     store = FakeStore()
     source = Engine(
         store,
-        contract_of(groups, 16, StrictKeys("m"), hashing=SEED, facts={"made": "up"}),
+        contract_of(groups, 16, StrictKeys("m"), hashing=SEED, facts={"dtype": "made up"}),
         640,
         seed=3,
     )

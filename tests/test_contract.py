@@ -411,7 +411,7 @@ def test_strict_keys_without_facts_cannot_be_bound():
         contract.bind([layout(), layout()])
     with pytest.raises(ArgumentError, match="`payload` must be given for group 'swa'"):
         make(payload={"full": layout()}).bind([layout(), layout()])
-    make(facts={"cache": "v1"}).bind([layout(), layout()])
+    make(facts={"dtype": "v1"}).bind([layout(), layout()])
     make(keys=VllmKeys("m")).bind([layout(), layout()])
 
 
@@ -708,15 +708,15 @@ def test_what_is_local_policy_is_not(name):
 
 
 def test_golden_fingerprints():
-    assert make().fingerprint == "88c01c87e7c762e1"
+    assert make().fingerprint == "9f6e0e57bae17cdf"
     rows = {"full": layout(), "swa": layout()}
     rich = make(
         ranks=RankGrid(8, 2, 2, kv_heads=2),
         payload=rows,
         facts={"revision": "main", "fp8": False},
     )
-    assert rich.fingerprint == "8cd8c2e7e3ea0e05"
-    assert make(keys=VllmKeys("m")).fingerprint == "81d33408a7da34a5"
+    assert rich.fingerprint == "da38f05e1273930b"
+    assert make(keys=VllmKeys("m")).fingerprint == "571c43465932cf50"
 
 
 def test_fingerprints_are_the_same_in_every_process():

@@ -61,7 +61,7 @@ def rich():
             context_split={"window": False},
             stages={"state": [1]},
         ),
-        payload={"full": facts, "window": regions()},
+        payload={"full": facts, "window": regions(), "chunked": regions()},
         facts={"fp8": True, "epoch": 3, "note": None},
     )
     return contract.describe_rank([regions(), regions(), regions(), None, None], 3)

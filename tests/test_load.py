@@ -22,6 +22,7 @@ from rig import (
     mooncake_tools,
     pair,
     scheme_of,
+    whole_chunks,
 )
 
 from kvmask import (
@@ -159,7 +160,7 @@ def test_whatever_was_stored_loads_or_is_no_hit(data):
     num_tokens = min(data.draw(token_counts(config)), 300 * config.hash_block_size)
     rng = data.draw(st.randoms(use_true_random=False))
     contract = contract_of(
-        list(config.groups),
+        [whole_chunks(group) for group in config.groups],
         config.hash_block_size,
         alignment=config.alignment,
         retention_interval=config.retention_interval,
@@ -467,14 +468,13 @@ def test_a_state_is_that_of_one_boundary():
 
 def test_what_is_left_of_a_hit_past_a_chunk_that_begins_inside_a_block():
     """Chunks of 27 tokens: at 32 only block 3 counts; at 24 the three before it do."""
-    source, target = pair([ChunkedLocal(8, chunk_size=27)], 8, 32)
-    source.save(digests(4), 32)
-    hit = target.lookup(digests(4), 33)
+    coord = Coordinator([ChunkedLocal(8, chunk_size=27)], 8)
+    hit = coord.find_hit([[True] * 4], 32)
     assert (hit.length, hit.masks[0].indices()) == (32, [3])
-    target.store.fail(GET, -800)
-    result = target.load(digests(4), hit)
-    assert (result.loaded, result.usable_tokens) == (0, 0)
-    assert result.invalid == {"0": [target.tables[0][3]]}
+    plan = LoadPlan(scheme_of(coord, [flat_layout()]), digests(4), [[1, 2, 3, 4]], hit)
+    answer_with(plan, lambda call: [-800] * len(call.args[0]))
+    assert (plan.result.loaded, plan.result.usable_tokens) == (0, 0)
+    assert plan.result.invalid == {"group0": [4]}
 
 
 @given(st.integers(0, 1 << 30))

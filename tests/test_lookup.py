@@ -387,10 +387,10 @@ def test_a_hit_within_what_blocks_give_is_none():
 @pytest.mark.parametrize(
     ("held", "error", "message"),
     [
-        (-1, ArgumentError, "`held` must be at least 0, got -1"),
+        (-1, ArgumentError, "`held` must be from 0 to 4294967296, got -1"),
         ([16], ArgumentError, "`held` must hold one entry per group, got 1 and 2"),
         (Held((16,), 16), ArgumentError, "`held` must hold one entry per group, got 1 and 2"),
-        ([16, -1], ArgumentError, "`held` must be at least 0, got -1"),
+        ([16, -1], ArgumentError, "`held` must be from 0 to 4294967296, got -1"),
         ({"swa": 16}, ArgumentError, "`held` must name groups of the contract, got 'swa'"),
         ({0: 16}, ArgumentError, "`held` must name groups of the contract, got 0"),
         (1.5, TypeError, "`held` must"),

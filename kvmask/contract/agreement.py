@@ -18,23 +18,33 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from kvmask._core import BlockHashes
+from kvmask.contract.bound import BoundContract, Frozen
 from kvmask.contract.file import decode, encode, read_text, write_text
 from kvmask.contract.memory import (
     LocalPlace,
     by_group,
+    check_chunks,
     check_places,
     facts_by_place,
     layout_rows,
     named_groups,
     payload_row,
 )
-from kvmask.contract.schemes import bound_scheme, lookup_scheme
-from kvmask.contract.shape import digest, shape, stated_facts, with_digest, without_facts
+from kvmask.contract.schemes import lookup_scheme
+from kvmask.contract.shape import (
+    digest,
+    shape,
+    stated_facts,
+    states_bytes,
+    with_digest,
+    without_facts,
+)
 from kvmask.contract.templates import (
     FilledGroup,
     check_engine,
     check_templates,
     group_numbers,
+    template_fields,
 )
 from kvmask.coordinator import Coordinator, group_row
 from kvmask.errors import ArgumentError, HashInputError
@@ -52,14 +62,14 @@ from kvmask.ranks import OwnRanks, RankGrid
 if TYPE_CHECKING:
     from kvmask.request import CacheRequest
 
-__all__ = ["BoundContract", "Contract"]
+__all__ = ["Contract"]
 
 STATES = ("table", "handoff")
 _DEFAULT: Any = object()
 _NO_GRID = RankGrid()
 
 
-class Contract:
+class Contract(Frozen):
     """What engines must agree on to share a KV cache: portable, checked once, immutable.
 
     Safe to use from several threads.
@@ -161,7 +171,7 @@ class Contract:
             if not isinstance(value, kind):
                 shown = getattr(kind, "__name__", str(kind))
                 raise TypeError(f"`{name}` must be {shown}, got {type(value).__name__}")
-        if states not in STATES:
+        if not isinstance(states, str) or states not in STATES:
             raise ArgumentError(f"`states` must be one of {', '.join(STATES)}, got {states!r}")
         coordinator = Coordinator(
             members,
@@ -170,6 +180,7 @@ class Contract:
             retention_interval=retention_interval,
             partial_hits=partial_hits,
         )
+        check_chunks(names, members)
         kinds = [group_row(group)[0] for group in members]
         cacheable = [group.prefix_cacheable for group in members]
         templates = check_templates(keys, names, cacheable)
@@ -231,16 +242,6 @@ class Contract:
                 coordinator, names, filled, ranks, states == "table", self.check_hashes
             )
         )
-
-    def _set(self, **values: Any) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"a Contract must not be changed, got a new `{name}`")
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"a Contract must not be changed, got a deletion of `{name}`")
 
     @property
     def hash_block_size(self) -> int:
@@ -315,11 +316,12 @@ class Contract:
         ranks = self.ranks.own(tp_rank, pp_rank, dcp_rank, pcp_rank)
         rows = layout_rows(layouts, self.names, self._filled, ranks)
         for index, row in enumerate(rows):
-            if row and self.payload[index] is None and not self.facts and self._is_strict(index):
+            if row and self._is_strict(index) and not states_bytes(self.payload[index], self.facts):
                 raise ArgumentError(
                     f"`payload` must be given for group {self.names[index]!r}: without facts of "
                     "its bytes strict keys cannot tell unlike caches apart; pass "
-                    "`payload=layouts` (or `facts`) to the contract, got None"
+                    "`payload=layouts` (or a dtype in `facts`) to the contract, got "
+                    f"{self.payload[index]} and facts of {list(self.facts)}"
                 )
             self._compare(index, self._places(index, row, ranks))
         devices = sorted({str(item.device) for row in rows for item in row if item.storages})
@@ -454,12 +456,6 @@ class Contract:
             extra_keys=extra_keys,
         )
 
-    def __copy__(self) -> Contract:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Contract:
-        return self
-
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickle is for another process of the same engine, so it holds the seed.
         return Contract.from_json, (self.to_json(with_seed=self.origin is not None),)
@@ -473,7 +469,7 @@ class Contract:
             coord.alignment,
             coord.retention_interval,
             coord.partial_hits,
-            self.keys,
+            [[(type(schema), template_fields(schema)) for schema in row] for row in self.keys],
             self.hashing,
             self.states,
             self.ranks,
@@ -492,37 +488,3 @@ class Contract:
 
     def __repr__(self) -> str:
         return f"Contract({list(self.names)}, fingerprint={self.fingerprint!r})"
-
-
-class BoundContract:
-    """The contract of one rank with its memory; made by `Contract.bind`.
-
-    Safe to use from several threads.
-
-    Attributes:
-        contract: The contract.
-        layouts: Per group the layouts, one per object that the rank stores of a block.
-        scheme: What plans take.
-        tp_rank: Tensor-parallel rank.
-        pp_rank: Pipeline-parallel rank.
-        dcp_rank: Decode-context-parallel rank.
-        pcp_rank: Prefill-context-parallel rank.
-    """
-
-    __slots__ = ("contract", "dcp_rank", "layouts", "pcp_rank", "pp_rank", "scheme", "tp_rank")
-
-    def __init__(
-        self, contract: Contract, layouts: tuple[tuple[KVLayout, ...], ...], ranks: OwnRanks
-    ) -> None:
-        self.contract = contract
-        self.layouts = layouts
-        self.tp_rank, self.pp_rank, self.dcp_rank, self.pcp_rank = ranks
-        self.scheme = bound_scheme(
-            contract.scheme, contract._filled, contract.ranks, layouts, ranks
-        )
-
-    def __repr__(self) -> str:
-        return (
-            f"BoundContract({self.contract!r}, tp_rank={self.tp_rank}, pp_rank={self.pp_rank}, "
-            f"dcp_rank={self.dcp_rank}, pcp_rank={self.pcp_rank})"
-        )

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields
@@ -53,10 +53,10 @@ _NUMBER = int | None
 def encode(contract: Any, *, with_seed: bool) -> str:
     """The text of a contract."""
     coord = contract.coordinator
-    own_keys = len({schema for row in contract.keys for schema in row}) > 1 or any(
-        len(row) > 1 for row in contract.keys
-    )
     first = next(row[0] for row in contract.keys if row)
+    own_keys = any(len(row) > 1 for row in contract.keys) or any(
+        template_fields(schema) != template_fields(first) for row in contract.keys for schema in row
+    )
     document = {
         "kvmask_contract": VERSION,
         "fingerprint": contract.fingerprint,
@@ -425,14 +425,13 @@ def _payload(given: _Fields) -> PayloadFacts:
 def write_text(path: str | os.PathLike[str], text: str, *, private: bool) -> None:
     """Put a text in place of a file, at once; a private one is only its owner's to read."""
     folder, name = os.path.split(os.fspath(path))
-    handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder or ".")  # mode 0600
+    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}")
+    # The system takes the umask off. Asking for it would change it for all threads.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
+    handle = os.open(temporary, flags, 0o600 if private else 0o666)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        if not private:
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(temporary, 0o666 & ~mask)
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):

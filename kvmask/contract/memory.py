@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvmask.contract.templates import FilledGroup
-from kvmask.errors import ArgumentError
-from kvmask.groups import Group, Mamba
+from kvmask.errors import AlignmentError, ArgumentError
+from kvmask.groups import ChunkedLocal, Group, Mamba
 from kvmask.layout import KVLayout
 from kvmask.payload import PayloadFacts
 from kvmask.ranks import GroupRanks, OwnRanks
@@ -43,6 +43,20 @@ def named_groups(groups: Any) -> tuple[tuple[str, ...], tuple[Group, ...]]:
         if not isinstance(name, str) or not name:
             raise ArgumentError(f"`groups` must have names of text, got {name!r}")
     return names, members
+
+
+def check_chunks(names: Sequence[str], groups: Sequence[Group]) -> None:
+    """Refuse attention chunks that begin inside a block.
+
+    The search takes the blocks before a chunk for present, as vLLM's does. A hit that ends in such
+    a block is then in the chunk before, whose blocks nobody asked for.
+    """
+    for name, group in zip(names, groups, strict=True):
+        if isinstance(group, ChunkedLocal) and group.chunk_size % group.block_size:
+            raise AlignmentError(
+                f"`chunk_size` of group {name!r} must be a multiple of its `block_size`, "
+                f"got {group.chunk_size} and {group.block_size}"
+            )
 
 
 def by_group(values: Any, names: Sequence[str], name: str) -> list[Any]:

@@ -43,6 +43,13 @@ def stated_facts(
     return dict(sorted(stated.items()))
 
 
+def states_bytes(payload: tuple[PayloadFacts, ...] | None, facts: Mapping[str, Fact]) -> bool:
+    """Whether anything is said of what a group's bytes mean, by its payload or by the user."""
+    if payload is not None and all(item.states_bytes for item in payload):
+        return True
+    return bool(_LAYOUT_FACTS & facts.keys())
+
+
 def without_facts(schema: KeySchema) -> KeySchema:
     """A template whose facts stand in the contract."""
     return schema.with_facts({}) if isinstance(schema, StrictKeys) else schema
@@ -97,6 +104,7 @@ def shape(
                 grid.pp_size,
                 list(group.ranks.stages),
                 group.ranks.uneven_heads,
+                group.ranks.split,
             ]
             for group in (filled[i] for i in used)
         ],

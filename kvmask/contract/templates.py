@@ -194,7 +194,8 @@ def fill_all(
     groups: Sequence[FilledGroup], names: Sequence[str], grid: RankGrid
 ) -> tuple[tuple[KeyBuilder, ...], ...]:
     """The builders of all namespaces of each group; refused when two could give one key."""
-    owners: dict[KeyBuilder, tuple[int, Namespace, int]] = {}
+    # Whether leading zeros of a digest are written does not keep keys apart: most have none.
+    owners: dict[tuple[str, str], tuple[int, Namespace, int]] = {}
     rows: list[tuple[KeyBuilder, ...]] = []
     for index, group in enumerate(groups):
         if not group.templates:
@@ -206,9 +207,10 @@ def fill_all(
         count = len(group.templates)
         for at, builder in enumerate(row):
             owner = index, places[at // count], at % count
-            if builder in owners:
-                raise ArgumentError(_clash(owners[builder], owner, groups, names, builder))
-            owners[builder] = owner
+            text = builder.prefix, builder.suffix
+            if text in owners:
+                raise ArgumentError(_clash(owners[text], owner, groups, names, builder))
+            owners[text] = owner
         rows.append(row)
     return tuple(rows)
 

@@ -69,6 +69,8 @@ class Hashing:
 
     def __post_init__(self) -> None:
         digest_size(self.algorithm)
+        if not isinstance(self.release, str):
+            raise TypeError(f"`release` must be text, got {type(self.release).__name__}")
         if self.seed is not None and self.start is not None:
             raise ArgumentError("`seed` and `start` exclude each other, got both")
         if isinstance(self.seed, str) and not _is_unicode(self.seed):

@@ -63,6 +63,11 @@ def fingerprint(facts: Mapping[str, str | int | bool | None]) -> str:
     if not isinstance(facts, Mapping):
         raise TypeError(f"`facts` must be a mapping, got {type(facts).__name__}")
     for name, value in facts.items():
+        if isinstance(value, int) and value.bit_length() > 256:
+            raise ArgumentError(
+                "`facts` must hold integers of at most 256 bits, "
+                f"got {name!r} with {value.bit_length()}"
+            )
         if not isinstance(name, str) or not isinstance(value, str | int | type(None)):
             raise ArgumentError(
                 f"`facts` must map text to text, integers or None, got {name!r}: {value!r}"

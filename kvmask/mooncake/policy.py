@@ -95,6 +95,8 @@ class MooncakePolicy(StorePolicy):
         for value, name in ((staging, "staging"), (max_pieces, "max_pieces")):
             if value is not None:
                 check_count(value, name)
+        if not isinstance(group_ids, bool):
+            raise TypeError(f"`group_ids` must be True or False, got {type(group_ids).__name__}")
         if group_ids and not callable(replicate_config):
             raise ArgumentError(
                 "`replicate_config` must be a function when `group_ids` is set, "

@@ -41,7 +41,7 @@ def block_tables(scheme: Scheme, tables: Any) -> list[list[int]]:
     """A block table per group, from a mapping by name or a sequence in order.
 
     Lists are taken as they are, since a plan reads them once, when it is made. A mapping may leave
-    out groups that are not cacheable.
+    out groups of which this rank keeps nothing.
 
     Raises:
         ArgumentError: There is not one table per group, or a name is unknown.
@@ -49,7 +49,7 @@ def block_tables(scheme: Scheme, tables: Any) -> list[list[int]]:
     if isinstance(tables, Mapping):
         names = [g.name for g in scheme.groups]
         unknown = [name for name in tables if name not in names]
-        lacking = [g.name for g in scheme.groups if g.cacheable and g.name not in tables]
+        lacking = [g.name for g in scheme.groups if g.own and g.name not in tables]
         if unknown or lacking:
             raise ArgumentError(
                 f"`tables` must hold one block table per group, got {list(tables)!r} and {names}"
@@ -114,6 +114,7 @@ class BlockPlan:
         self._failed: set[int] = set()  # their positions among all keys
         self._reported = 0  # failures that `feed` has returned
         self._moved = 0
+        self._present = 0
         self._num_bytes = 0
         self._total_bytes = 0  # of the batch
         self._call_bytes = 0  # of the put or get that is on its way
@@ -242,7 +243,13 @@ class BlockPlan:
         """Plan the calls for these keys; what no call can hold has failed."""
         self._batch = keys, addresses, sizes
         cut = self._policy.cut_put if put else self._policy.cut_get
-        self._calls, oversize = cut(self._bytes, sizes)
+        calls, oversize = cut(self._bytes, sizes)
+        self._calls = list(calls)
+        if sum(stop - start for start, stop in self._calls) + len(oversize) != len(keys):
+            raise ArgumentError(
+                "`policy` must put every key into one call, or say that none can hold it, "
+                f"got calls {self._calls[:8]} and {len(oversize)} others for {len(keys)} keys"
+            )
         self._calls.reverse()
         for i in oversize:
             self._fail_key(self.position(i), OVERSIZE, None)
@@ -269,6 +276,7 @@ class BlockPlan:
 
     def _finish(self) -> None:
         self._finished = True
+        self._check_finished()
         log = self._tools.log
         if self._failures and log is not None:
             log.warning("%s", f"{type(self).__name__}: {describe(self._failures)}"[:1900])
@@ -368,3 +376,9 @@ class BlockPlan:
     def _check_finished(self) -> None:
         if not self._finished:
             raise PlanStateError("`result` is there when `next_call` has returned None")
+        accounted = self._moved + self._present + len(self._failures)
+        if accounted != len(self.keys):
+            raise PlanStateError(
+                "a plan must be driven by one thread at a time: "
+                f"got word of {accounted} of its {len(self.keys)} keys"
+            )

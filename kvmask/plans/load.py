@@ -13,7 +13,7 @@ from kvmask.plans.blocks import BlockPlan, block_tables
 from kvmask.plans.calls import EXISTS, GET, WAIT, Call
 from kvmask.plans.held import Held, held_of
 from kvmask.plans.results import BlockFailure, LoadResult
-from kvmask.plans.scheme import GroupScheme
+from kvmask.plans.scheme import GroupScheme, Scheme
 from kvmask.plans.tools import PlanTools
 
 
@@ -56,6 +56,9 @@ class LoadPlan(BlockPlan):
         scheme, coord = self._scheme, self._scheme.coord
         rows = block_tables(scheme, tables)
         self._hit = _checked_hit(hit, len(scheme.groups), coord.hit_alignment)
+        if scheme.check_hashes is not None:
+            # An engine's own scheme comes with masks of the engine's.
+            _check_needs(hit, scheme)
         asked: Held | None = hit.held
         self._held = asked if held is None else held_of(scheme, held)
         needs = max([hit.length, *hit.tail_tokens])
@@ -300,6 +303,29 @@ def _state_bits(blocks: Bitset, scale: int, n: int, tail: int) -> Bitset:
     hit's tail (counted in hash blocks)."""
     ends = [min((i + 1) * scale, tail) - 1 for i in blocks.indices()]
     return Bitset.from_indices(n, [end for end in ends if end < n])
+
+
+def _check_needs(hit: Hit, scheme: Scheme) -> None:
+    """Refuse a hit that lacks blocks which one of its length needs: it is of other groups."""
+    needed = scheme.coord.load_mask(hit.length)
+    if needed == hit.masks:
+        return
+    for group, need in zip(scheme.groups, needed, strict=True):
+        if not group.cacheable:
+            continue
+        mask, blocks = hit.masks[group.index], -(-hit.length // group.block_size)
+        if len(mask) != blocks:
+            raise ArgumentError(
+                "`hit.masks` must be of as many blocks as the hit, "
+                f"got {len(mask)} and {blocks} for group {group.name!r}"
+            )
+        # A window of one token needs none but the one that is computed.
+        lost = None if group.span == 1 else need & ~Bitset.from_bools(mask)
+        if lost is not None and lost.count():
+            raise ArgumentError(
+                "`hit.masks` must hold the blocks that a hit of this length needs, "
+                f"got {hit.length} tokens without block {lost.indices()[0]} of group {group.name!r}"
+            )
 
 
 def _checked_hit(hit: Any, groups: int, alignment: int) -> Hit:

@@ -26,7 +26,7 @@ def check_strategy(strategy: Any) -> str:
     Raises:
         ArgumentError: There is no such strategy.
     """
-    if strategy not in STRATEGIES:
+    if not isinstance(strategy, str) or strategy not in STRATEGIES:
         raise ArgumentError(f"`strategy` must be one of {STRATEGIES}, got {strategy!r}")
     return str(strategy)
 

@@ -18,6 +18,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
+from typing import Any
 
 from kvmask.errors import ArgumentError
 from kvmask.groups import check_count
@@ -41,6 +43,9 @@ class KeyMemo:
         capacity: int = 1 << 17,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        given: Any = seconds
+        if not isinstance(given, Real):
+            raise TypeError(f"`seconds` must be a number, got {type(given).__name__}")
         if not seconds > 0:
             raise ArgumentError(f"`seconds` must be more than 0, got {seconds}")
         check_count(capacity, "capacity")

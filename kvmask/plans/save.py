@@ -86,7 +86,6 @@ class SavePlan(BlockPlan):
         self._mark = self.num_tokens
         self._stage = EXISTS
         self._twins: dict[int, list[int]] = {}
-        self._present = 0
         self._pressure = False
         self._last_word: tuple[int, BaseException | None] | None = None  # of `stop`
         if self.num_tokens > start_token:
@@ -105,9 +104,11 @@ class SavePlan(BlockPlan):
                         tails[g] if tails else None,
                         rows[g],
                     )
-        for handoff in handoffs if isinstance(handoffs, list) else _listed(handoffs):
+        handed = handoffs if isinstance(handoffs, list) else _listed(handoffs)
+        for handoff in handed:
             self._hand_over(handoff)
-        if not self._policy.unique_keys:
+        # Digests that are known to be of one chain differ.
+        if (handed or self._hashes.origin is None) and not self._policy.unique_keys:
             self._twin_keys()
 
     def _plan_group(

@@ -29,6 +29,20 @@ class Addresses(Protocol):
         ...
 
 
+def block_hashes(hashes: BlockHashes | Sequence[bytes]) -> BlockHashes:
+    """Digests as the core takes them.
+
+    Raises:
+        TypeError: They are no sequence.
+        HashInputError: An item is no digest.
+    """
+    if isinstance(hashes, BlockHashes):
+        return hashes
+    if type(hashes) is not list and not hasattr(hashes, "__iter__"):
+        raise TypeError(f"`hashes` must be a sequence of bytes, got {type(hashes).__name__}")
+    return BlockHashes.from_list(hashes)
+
+
 def kind_of(group: Group) -> str:
     """The kind of a group: "full", "window", "chunked" or "state"."""
     if isinstance(group, SlidingWindow):
@@ -102,7 +116,7 @@ class Scheme:
 
     def hashes(self, hashes: BlockHashes | Sequence[bytes]) -> BlockHashes:
         """Digests as the core takes them, refused when they are known to be others."""
-        digests = hashes if isinstance(hashes, BlockHashes) else BlockHashes.from_list(hashes)
+        digests = block_hashes(hashes)
         if self.check_hashes is not None:
             self.check_hashes(digests)
         return digests

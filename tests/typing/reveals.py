@@ -41,7 +41,7 @@ reveal_type(contract.fingerprint)  # R: str
 reveal_type(contract.to_json())  # R: str
 reveal_type(kvmask.Contract.from_json("{}"))  # R: kvmask.contract.agreement.Contract
 bound = contract.bind([layout], tp_rank=0)
-reveal_type(bound)  # R: kvmask.contract.agreement.BoundContract
+reveal_type(bound)  # R: kvmask.contract.bound.BoundContract
 reveal_type(bound.layouts)  # R: tuple[tuple[kvmask.layout.KVLayout, ...], ...]
 request = contract.request(range(33))
 reveal_type(request)  # R: kvmask.request.CacheRequest
