@@ -188,7 +188,9 @@ def _own_trip(settings: mooncake.StoreConfig | None, limit: float) -> str:
     text = f"{trip.SIZE} bytes put, found and got back, by a second process too, from {endpoint}"
     if fell_back:
         text += "; rdma fell back to TCP, because the client found no device"
-    if _loopback(endpoint) and hostname is None:
+    # With a metadata server this is only a name, and that server knows the address.
+    handshake = mine.metadata_server == "P2PHANDSHAKE"
+    if handshake and _loopback(endpoint) and hostname is None:
         text += "; only this machine reaches that address"
     return text
 
