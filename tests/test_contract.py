@@ -208,7 +208,9 @@ def test_vllm_namespace_and_eviction_groups():
     assert len(prefixes(contract)[0]) == 8
     assert contract.scheme.groups[0].eviction.prefix == f"vllm-mooncake-store:m{namespace}@"
     assert make(keys=VllmKeys("m", release="0.24")).scheme.groups[0].eviction is None
-    assert make().scheme.groups[0].eviction is None
+    strict = make()
+    ids = {group.eviction.prefix for group in strict.scheme.groups}
+    assert ids == {f"kvm1@m@@@{strict.fingerprint}@"}
 
 
 @pytest.mark.parametrize(

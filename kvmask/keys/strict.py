@@ -147,14 +147,22 @@ class StrictKeys(KeySchema):
         """All five are filled in."""
         return RANK_PLACES
 
-    def _assemble(self) -> None:
+    @property
+    def eviction(self) -> KeyBuilder:
+        """Builds the store's group ids: all ranks and groups of a chunk share one."""
+        return KeyBuilder(f"{self._head}@")
+
+    @property
+    def _head(self) -> str:
         digest = self.facts_digest or fingerprint(self.facts)
         tags = ",".join(
             f"{escape(k, '=,')}={escape(v, '=,')}" for k, v in sorted(self.tags.items())
         )
+        return f"kvm1@{escape(self.model)}@{escape(self.namespace)}@{tags}@{digest}"
+
+    def _assemble(self) -> None:
         self._build(
-            f"kvm1@{escape(self.model)}@{escape(self.namespace)}@{tags}@{digest}"
-            f"@tp{self.tp_rank}@pcp{self.pcp_rank}@dcp{self.dcp_rank}@pp{self.pp_rank}"
+            f"{self._head}@tp{self.tp_rank}@pcp{self.pcp_rank}@dcp{self.dcp_rank}@pp{self.pp_rank}"
             f"@g{self.group_id}@"
         )
 
