@@ -71,7 +71,8 @@ class SaveResult:
         failures: The others, each with its code and cause.
         mark: Tokens. What this rank has to write below it is in the store; the next save of the
             request begins here. Where several ranks hold the same bytes, each writes a part: what
-            the others wrote is not known here.
+            the others wrote is not known here. Where the table of a window, a chunk or a state has
+            an empty entry, there is nothing to write.
         writers: How many ranks share the writing, in the group where they are most; with 1 the
             mark speaks of all bytes.
         num_bytes: Bytes written.
