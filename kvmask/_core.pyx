@@ -40,7 +40,6 @@ from kvmask.errors import (
     HashInputError,
     LayoutError,
     PlanStateError,
-    StoreError,
 )
 
 # Each file uses what stands in `_core.pxd`, above here, or in a file before it.
@@ -50,6 +49,7 @@ include "binding/digests.pxi"
 include "binding/keys.pxi"
 include "binding/coordinator.pxi"
 include "binding/layout.pxi"
+include "binding/answers.pxi"
 include "binding/lookup.pxi"
 include "binding/blocks.pxi"
 include "binding/vllm.pxi"

@@ -15,8 +15,6 @@ from kvmask.errors import ArgumentError
 
 __all__ = ["ChunkedLocal", "FullAttention", "Group", "Mamba", "SlidingWindow"]
 
-check_count = check_integer
-
 
 class Group:
     """Base class of all kinds of groups.

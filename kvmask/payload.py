@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+from kvmask._core import check_integer
 from kvmask.arrays import ArrayView
 from kvmask.errors import ArgumentError
-from kvmask.groups import check_count
 
 __all__ = ["Fact", "PayloadFacts", "TensorFacts", "check_facts", "tensor_facts"]
 
@@ -122,7 +122,7 @@ def _counts(values: Any, name: str, low: int) -> tuple[int, ...]:
     if isinstance(values, str) or not isinstance(values, Sequence):
         values = (values,)
     for value in values:
-        check_count(value, name, low)
+        check_integer(value, name, low)
     return tuple(int(value) for value in values)
 
 
@@ -167,7 +167,7 @@ class PayloadFacts:
         if self.layers is not None:
             values["layers"] = _counts(self.layers, "layers", 0)
         if self.block_bytes is not None:
-            check_count(self.block_bytes, "block_bytes")
+            check_integer(self.block_bytes, "block_bytes")
             values["block_bytes"] = int(self.block_bytes)
         for name, value in values.items():
             object.__setattr__(self, name, value)

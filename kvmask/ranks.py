@@ -33,8 +33,8 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from kvmask._core import check_integer
 from kvmask.errors import AlignmentError, ArgumentError
-from kvmask.groups import check_count
 
 __all__ = ["MAX_RANKS", "RULES", "GroupRanks", "Namespace", "OwnRanks", "RankGrid"]
 
@@ -185,7 +185,7 @@ class RankGrid:
         for name in ("tp_size", "pp_size", "dcp_size", "pcp_size", "store_tp_size"):
             value = getattr(self, name)
             if value is not None or name != "store_tp_size":
-                check_count(value, name)
+                check_integer(value, name)
                 self._set(name, int(value))
         widest = max(self.tp_size, self.store_tp_size or 1)
         if widest * self.pp_size * self.pcp_size > MAX_RANKS:
@@ -241,7 +241,7 @@ class RankGrid:
         if isinstance(value, str) or not isinstance(value, Sequence):
             raise TypeError(f"`{name}` must be pipeline ranks, got {type(value).__name__}")
         for stage in value:
-            check_count(stage, name, 0)
+            check_integer(stage, name, 0)
         chosen = tuple(sorted({int(stage) for stage in value}))
         if not chosen or chosen[-1] >= self.pp_size:
             raise ArgumentError(
@@ -263,14 +263,14 @@ class RankGrid:
             (pp_rank, self.pp_size, "pp"),
             (pcp_rank, self.pcp_size, "pcp"),
         ):
-            check_count(value, f"{name}_rank", 0)
+            check_integer(value, f"{name}_rank", 0)
             if value >= size:
                 raise ArgumentError(
                     f"`{name}_rank` must be below `{name}_size`, got {value} and {size}"
                 )
         right = int(tp_rank) % self.dcp_size
         if dcp_rank is not None:
-            check_count(dcp_rank, "dcp_rank", 0)
+            check_integer(dcp_rank, "dcp_rank", 0)
             if dcp_rank != right:
                 raise ArgumentError(
                     "`dcp_rank` must be `tp_rank` % `dcp_size`, "
@@ -418,7 +418,7 @@ class RankGrid:
 def _count_or_none(value: Any, name: str) -> int | None:
     if value is None:
         return None
-    check_count(value, name)
+    check_integer(value, name)
     return int(value)
 
 

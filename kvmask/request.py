@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from kvmask._core import MAX_TOKENS, BlockHashes
+from kvmask._core import MAX_TOKENS, BlockHashes, check_integer
 from kvmask.coordinator import Hit
 from kvmask.errors import ArgumentError
-from kvmask.groups import check_count
 from kvmask.hashing.chain import BlockHasher
 from kvmask.plans.load import LoadPlan
 from kvmask.plans.lookup import LookupPlan
@@ -106,7 +105,7 @@ class CacheRequest:
         if num_prompt_tokens is None:
             num_prompt_tokens = self._num_tokens or None
         else:
-            num_prompt_tokens = check_count(num_prompt_tokens, "num_prompt_tokens", 1, MAX_TOKENS)
+            num_prompt_tokens = check_integer(num_prompt_tokens, "num_prompt_tokens", 1, MAX_TOKENS)
         self.num_prompt_tokens = num_prompt_tokens
 
     def _take_digests(self, hashes: BlockHashes | Sequence[bytes], num_tokens: int | None) -> None:
@@ -116,7 +115,7 @@ class CacheRequest:
         covered = len(digests) * unit
         if num_tokens is None:
             num_tokens = covered
-        num_tokens = check_count(num_tokens, "num_tokens", 0, MAX_TOKENS)
+        num_tokens = check_integer(num_tokens, "num_tokens", 0, MAX_TOKENS)
         if num_tokens // unit > len(digests):
             raise ArgumentError(
                 "`hashes` must have one digest for every full hash block, "
@@ -193,7 +192,7 @@ class CacheRequest:
         old, before = self.hashes, self._num_tokens
         if num_tokens is None:
             num_tokens = max(before, len(digests) * self.contract.hash_block_size)
-        num_tokens = check_count(num_tokens, "num_tokens", 0, MAX_TOKENS)
+        num_tokens = check_integer(num_tokens, "num_tokens", 0, MAX_TOKENS)
         if len(digests) < len(old) or num_tokens < before:
             raise ArgumentError(
                 "`hashes` must hold all digests of the request, "

@@ -1,61 +1,6 @@
 # LookupCore: the state machine of a lookup. It knows which blocks are present, absent or not asked,
 # says which keys to ask next, and stops as soon as the one hit search needs no further answer.
 
-cdef object _ONE = 1
-cdef object _ZERO = 0
-# Stands for an answer that does not fit the call.
-MALFORMED_ANSWER = -10_001
-
-
-cdef void held_range(const km_group *g, int64_t tokens, int64_t *first, int64_t *stop) noexcept:
-    """Blocks of a group, [first, stop), that a prefix hit of the engine's own holds."""
-    cdef int64_t b = g.block_size
-    stop[0] = tokens // b
-    if g.kind == KM_FULL:
-        first[0] = 0
-    elif g.kind == KM_WINDOW:
-        # Blocks that lie wholly before the window that ends at `tokens` may have been freed.
-        first[0] = max(tokens - g.span + 1, <int64_t>0) // b
-    elif g.kind == KM_CHUNKED:
-        first[0] = tokens // g.span * g.span // b
-    else:
-        first[0] = stop[0]
-
-
-def held_blocks(kind, block_size, span, item, n):
-    """The blocks that an engine holds of a group, as n bits.
-
-    Args:
-        kind: "full", "window", "chunked" or "state".
-        block_size: Tokens per block.
-        span: Tokens of the window or of an attention chunk.
-        item: The length in tokens of the engine's own prefix hit, or a Bitset over the blocks.
-        n: Blocks.
-
-    >>> held_blocks("window", 16, 33, 64, 6)
-    Bitset(6, '2-3')
-    """
-    cdef km_group group
-    cdef int64_t first, stop
-    cdef int64_t blocks = as_int64(n, "n", 0, c_max_bits)
-    cdef Bitset bits = new_bitset(blocks), given
-    if isinstance(item, Bitset):
-        given = <Bitset>item
-        memcpy(bits.words, given.words, km_words(min(given.n, blocks)) * sizeof(uint64_t))
-        if given.n > blocks:
-            km_fill(bits.words, blocks, km_words(blocks) * 64, False)
-        return bits
-    memset(&group, 0, sizeof(group))
-    group.kind = _KINDS[kind]
-    group.block_size = as_int64(block_size, "block_size", 1, c_max_tokens)
-    group.span = as_int64(span, "span", 0 if kind in ("full", "state") else 1, c_max_tokens)
-    held_range(&group, as_int64(item, "held", 0, c_max_tokens), &first, &stop)
-    stop = min(stop, blocks)
-    if first < stop:
-        km_fill(bits.words, first, stop, True)
-    return bits
-
-
 cdef class LookupCore:
     """What kvmask.LookupPlan drives; see there for the meaning of the arguments.
 
@@ -509,36 +454,3 @@ cdef class LookupCore:
             return 0, tuple([new_bitset(0) for _ in range(self.coord.n_groups)]), \
                 (0,) * self.coord.n_groups
         return self.hit, self.masks, tuple(self.tails)
-
-
-cpdef list read_answers(answers, Py_ssize_t expected):
-    """The store's answers as a new list of plain ints, one per key.
-
-    Nothing about a malformed answer is believed: when there are more or fewer than keys, or they
-    cannot be read to the end, every key is answered with ``MALFORMED_ANSWER``; one that is no
-    integer is answered so by itself.
-
-    Args:
-        answers: Iterable of integers (NumPy's and bools too).
-        expected: How many there must be.
-    """
-    cdef list given
-    cdef Py_ssize_t i
-    try:
-        given = list(answers)
-    except Exception:
-        return [MALFORMED_ANSWER] * expected
-    if len(given) != expected:
-        return [MALFORMED_ANSWER] * expected
-    for i in range(len(given)):
-        item = given[i]
-        if PyLong_CheckExact(item):
-            continue
-        if isinstance(item, _numbers.Integral):
-            try:
-                given[i] = int.__add__(_operator.index(item), 0)
-                continue
-            except Exception:
-                pass
-        given[i] = MALFORMED_ANSWER
-    return given

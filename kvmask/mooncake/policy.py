@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from kvmask._core import cut_calls, row_pieces
+from kvmask._core import check_integer, cut_calls, row_pieces
 from kvmask.errors import ArgumentError
-from kvmask.groups import check_count
 from kvmask.mooncake.codes import Code
 from kvmask.plans.policy import StorePolicy
 
@@ -57,7 +56,7 @@ def split_calls(
     if staging is None:
         needs, usable, most = [0] * len(num_bytes), 0.0, 0.0
     else:
-        check_count(staging, "staging")
+        check_integer(staging, "staging")
         needs = [staging_bytes(size) for size in num_bytes]
         usable, most = max(1, int(staging * STAGING_USABLE)), staging
     parts = [0] * len(num_bytes) if pieces is None else list(pieces)
@@ -94,7 +93,7 @@ class MooncakePolicy(StorePolicy):
     ) -> None:
         for value, name in ((staging, "staging"), (max_pieces, "max_pieces")):
             if value is not None:
-                check_count(value, name)
+                check_integer(value, name)
         if not isinstance(group_ids, bool):
             raise TypeError(f"`group_ids` must be True or False, got {type(group_ids).__name__}")
         if group_ids and not callable(replicate_config):

@@ -11,10 +11,10 @@ from kvmask._core import (
     Bitset,
     BlockHashes,
     build_keys,
+    check_integer,
     read_answers,
 )
 from kvmask.errors import ArgumentError, PlanStateError
-from kvmask.groups import check_count
 from kvmask.plans.calls import GET, WAIT, Call, check_event, is_wrong_call
 from kvmask.plans.policy import CALL_FAILED, NOT_TRIED, OVERSIZE
 from kvmask.plans.results import BlockFailure, describe
@@ -26,7 +26,7 @@ Rows = list[list[int]]
 
 def check_tokens(value: object, name: str) -> int:
     """A number of tokens as a plain int; anything else is refused."""
-    return check_count(value, name, 0, MAX_TOKENS)
+    return check_integer(value, name, 0, MAX_TOKENS)
 
 
 def as_list(items: Any, name: str) -> list[Any]:

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvmask._core import MAX_TOKENS, Bitset, held_blocks
+from kvmask._core import MAX_TOKENS, Bitset, check_integer, held_blocks
 from kvmask.errors import ArgumentError
-from kvmask.groups import check_count
 from kvmask.plans.scheme import GroupScheme, Scheme
 
 
@@ -42,7 +41,7 @@ def _one(item: Any, name: str) -> int | Bitset:
         return item
     if isinstance(item, Sequence) and not isinstance(item, str | bytes):
         return Bitset.from_bools(item)
-    return check_count(item, name, 0, MAX_TOKENS)
+    return check_integer(item, name, 0, MAX_TOKENS)
 
 
 def held_of(scheme: Scheme, held: Any) -> Held | None:
@@ -81,7 +80,7 @@ def held_of(scheme: Scheme, held: Any) -> Held | None:
                 f"`held` must hold one entry per group, got {len(items)} and {len(groups)}"
             )
     else:
-        tokens = check_count(held, "held", 0, MAX_TOKENS)
+        tokens = check_integer(held, "held", 0, MAX_TOKENS)
         return Held((tokens,) * len(groups), tokens) if tokens else None
     return Held(items, _own_hit(scheme, items))
 

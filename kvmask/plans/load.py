@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvmask._core import Bitset, BlockHashes, all_as_planned, first_repeated, plan_blocks
+from kvmask._core import (
+    Bitset,
+    BlockHashes,
+    all_as_planned,
+    check_integer,
+    first_repeated,
+    plan_blocks,
+)
 from kvmask.coordinator import Hit
 from kvmask.errors import AlignmentError, ArgumentError, BlockIdError
-from kvmask.groups import check_count
 from kvmask.plans.blocks import BlockPlan, block_tables
 from kvmask.plans.calls import EXISTS, GET, WAIT, Call
 from kvmask.plans.held import Held, held_of
@@ -331,7 +337,7 @@ def _check_needs(hit: Hit, scheme: Scheme) -> None:
 def _checked_hit(hit: Any, groups: int, alignment: int) -> Hit:
     if not isinstance(hit, Hit):
         raise TypeError(f"`hit` must be a Hit, got {type(hit).__name__}")
-    check_count(hit.length, "hit.length", 0)
+    check_integer(hit.length, "hit.length", 0)
     for name, items in (("tail_tokens", hit.tail_tokens), ("masks", hit.masks)):
         if not isinstance(items, tuple | list):
             raise TypeError(f"`hit.{name}` must be a tuple, got {type(items).__name__}")
@@ -340,7 +346,7 @@ def _checked_hit(hit: Any, groups: int, alignment: int) -> Hit:
                 f"`hit.{name}` must have one entry per group, got {len(items)} and {groups}"
             )
     for tail in hit.tail_tokens:
-        check_count(tail, "hit.tail_tokens", 0)
+        check_integer(tail, "hit.tail_tokens", 0)
     for mask in hit.masks:
         if not hasattr(mask, "__len__"):
             raise TypeError(f"`hit.masks` must hold bitsets, got {type(mask).__name__}")

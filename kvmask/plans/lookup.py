@@ -6,10 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvmask._core import MAX_TOKENS, Bitset, BlockHashes, LookupCore, read_answers
+from kvmask._core import MAX_TOKENS, Bitset, BlockHashes, LookupCore, check_integer, read_answers
 from kvmask.coordinator import Hit
 from kvmask.errors import ArgumentError, PlanStateError, StoreError
-from kvmask.groups import check_count
 from kvmask.plans.calls import EXISTS, Call, is_wrong_call
 from kvmask.plans.held import held_of
 from kvmask.plans.policy import MALFORMED_ANSWER
@@ -81,7 +80,7 @@ class LookupPlan:
         scheme = scheme_of(source)
         self._tools = tools_or_default(tools)
         staged = check_strategy(strategy) == "staged"
-        num_tokens = check_count(num_tokens, "num_tokens", 0, MAX_TOKENS)
+        num_tokens = check_integer(num_tokens, "num_tokens", 0, MAX_TOKENS)
         self._digests = digests = scheme.hashes(hashes)
         self._coord = coord = scheme.coord
         if scheme.covers:

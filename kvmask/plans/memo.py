@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any
 
+from kvmask._core import check_integer
 from kvmask.errors import ArgumentError
-from kvmask.groups import check_count
 
 
 class KeyMemo:
@@ -48,7 +48,7 @@ class KeyMemo:
             raise TypeError(f"`seconds` must be a number, got {type(given).__name__}")
         if not seconds > 0:
             raise ArgumentError(f"`seconds` must be more than 0, got {seconds}")
-        check_count(capacity, "capacity")
+        check_integer(capacity, "capacity")
         self._seconds = seconds
         self._capacity = capacity
         self._clock = clock

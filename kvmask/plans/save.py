@@ -9,12 +9,12 @@ from kvmask._core import (
     Bitset,
     BlockHashes,
     all_answered,
+    check_integer,
     pick_missing,
     plan_blocks,
     read_answers,
 )
 from kvmask.errors import ArgumentError, PlanStateError
-from kvmask.groups import check_count
 from kvmask.plans.blocks import BlockPlan, Rows, block_tables, check_tokens
 from kvmask.plans.calls import EXISTS, PUT, WAIT, Call
 from kvmask.plans.lookup import check_digests
@@ -50,7 +50,8 @@ class SavePlan(BlockPlan):
 
     Raises:
         ArgumentError: The digests do not cover the tokens, or a count is out of range.
-        BlockIdError: A block id is no integer, or lies outside its layout.
+        BlockIdError: A block id is no integer. `feed` raises it for one outside its layout, when
+            the store lacks the block.
         PlanStateError: The contract is not bound to memory.
     """
 
@@ -410,7 +411,7 @@ def check_handoff(scheme: Scheme, handoff: Any) -> tuple[GroupScheme, int, int]:
         raise TypeError(f"`handoffs` must hold Handoff, got {type(handoff).__name__}")
     given = handoff.group
     if not isinstance(given, str):
-        given = check_count(given, "the group of `handoffs`", 0)
+        given = check_integer(given, "the group of `handoffs`", 0)
     groups, unit = scheme.groups, scheme.coord.hash_block_size
     known = [g for g in groups if given in (g.index, g.name) and g.cacheable]
     if not known:
@@ -424,7 +425,7 @@ def check_handoff(scheme: Scheme, handoff: Any) -> tuple[GroupScheme, int, int]:
             "`handoffs` must end at a hash block that has a digest, "
             f"got {boundary} tokens and hash blocks of {unit}"
         )
-    return known[0], boundary, check_count(handoff.block_id, "the block of `handoffs`", 0)
+    return known[0], boundary, check_integer(handoff.block_id, "the block of `handoffs`", 0)
 
 
 def _check_masks(masks: Any, groups: int) -> None:

@@ -6,8 +6,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from kvmask._core import MAX_TOKENS, HitHints
-from kvmask.groups import check_count
+from kvmask._core import MAX_TOKENS, HitHints, check_integer
 from kvmask.plans.costs import DEFAULT_COSTS, CostModel
 from kvmask.plans.memo import AbsenceMemo, PresenceMemo
 from kvmask.plans.metrics import TransferStats
@@ -64,7 +63,7 @@ class PlanTools:
             if not isinstance(thing, kind):
                 raise TypeError(f"`{name}` must be {shown}, got {type(thing).__name__}")
         if null_block is not None:
-            null_block = check_count(null_block, "null_block", 0, MAX_TOKENS)
+            null_block = check_integer(null_block, "null_block", 0, MAX_TOKENS)
         self.policy = policy
         self.costs = costs
         self.hints = HitHints() if hints is True else hints or None
