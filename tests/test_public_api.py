@@ -112,8 +112,11 @@ def imported(name):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"kvmask.{name} must import by absolute names"
-            found.add(node.module)
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            parts = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= parts
+            # A package whose modules alone are wanted is loaded before any of them.
+            if not parts <= {f"kvmask.{module}" for module in MODULES}:
+                found.add(node.module)
     return found
 
 
