@@ -42,6 +42,9 @@ cdef extern from "rules.h" nogil:
     int64_t km_align_down(int64_t value, int64_t unit)
     int km_replay_boundaries(int64_t num_prompt_tokens, int64_t alignment, bint eagle, int64_t *out)
     int64_t km_window_need(const km_group *g, bint eagle)
+    bint km_has_mask(km_kind kind)
+    void km_fill_held(const km_group *g, int64_t tokens, int64_t stride, uint64_t *w,
+                      int64_t nbits)
     bint km_reach_mask(const km_group *g, const km_reach *r, int64_t start, int64_t end,
                        uint64_t *w)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvmask._core import MAX_SETS, MAX_TOKENS, Bitset, CoordinatorCore, check_integer
 from kvmask.errors import AlignmentError, ArgumentError
-from kvmask.groups import ChunkedLocal, FullAttention, Group, Mamba, SlidingWindow
+from kvmask.groups import KINDS, FullAttention, Group
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,8 @@ def group_row(group: Group) -> tuple[str, int, int]:
 
     The span is the window (with extra tokens) or the chunk size, in tokens; 0 for other kinds.
     """
-    if isinstance(group, FullAttention):
-        return "full", group.block_size, 0
-    if isinstance(group, SlidingWindow):
-        return "window", group.block_size, group.window + group.extra_retained_tokens
-    if isinstance(group, ChunkedLocal):
-        return "chunked", group.block_size, group.chunk_size
-    if isinstance(group, Mamba):
-        return "state", group.block_size, 0
+    if isinstance(group, tuple(KINDS.values())):
+        return group.kind, group.block_size, group.span
     raise TypeError(f"`groups` must hold kvmask groups, got {type(group).__name__}")
 
 
@@ -104,6 +98,7 @@ class Coordinator:
         AlignmentError: A size is not a multiple of another one, as it must be.
         ArgumentError: A number is out of range, or no group is prefix-cacheable.
 
+    >>> from kvmask import SlidingWindow
     >>> coord = Coordinator([FullAttention(64), SlidingWindow(16, window=32)], hash_block_size=16)
     >>> coord.store_mask(256)[1]
     Bitset(16, '2-3,6-7,10-11,14-15')
@@ -223,6 +218,7 @@ class Coordinator:
         ``num_tokens`` is the hit that the lookup returned. The lookup has already dropped the block
         of EAGLE groups, so this does not drop another one.
 
+        >>> from kvmask import SlidingWindow
         >>> coord = Coordinator([SlidingWindow(16, window=33)], hash_block_size=16)
         >>> coord.load_mask(128)
         (Bitset(8, '6-7'),)
@@ -275,7 +271,7 @@ def _merge(groups: Sequence[Group]) -> tuple[list[int], list[bool]]:
     for i, g in enumerate(groups):
         if g.prefix_cacheable:
             found.setdefault((group_row(g), g.spec), []).append(i)
-    ordered = sorted(found.items(), key=lambda item: item[0][0][0] != "full")
+    ordered = sorted(found.items(), key=lambda item: item[0][0][0] != FullAttention.kind)
     sets = [-1] * len(groups)
     flagged = []
     for k, (_, members) in enumerate(ordered):

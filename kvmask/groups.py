@@ -3,33 +3,51 @@
 All sizes are in tokens. Groups are plain values: equal ones (the ``eagle`` flag aside) are searched
 as one set, and when one of a set is flagged for EAGLE all are, as in vLLM. ``spec`` keeps apart
 groups whose rules agree but whose tensors differ (head size, dtype): any hashable value will do.
+
+`KINDS` is the one list of all kinds. Everything that differs between them and is no rule stands in
+their classes; the rules are the core's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 from kvmask._core import MAX_TOKENS, check_integer
 from kvmask.errors import ArgumentError
 
-__all__ = ["ChunkedLocal", "FullAttention", "Group", "Mamba", "SlidingWindow"]
+__all__ = ["KINDS", "ChunkedLocal", "FullAttention", "Group", "Mamba", "SlidingWindow"]
 
 
 class Group:
     """Base class of all kinds of groups.
 
     Attributes:
+        kind: Name of the kind, in schemes, in the JSON of contracts and in the core.
+        drops_for_eagle: Whether EAGLE makes its hits shorter.
         block_size: Tokens per block-table entry.
         prefix_cacheable: False for a group that takes no part in masks, keys and hits.
         eagle: Whether it serves an EAGLE drafter.
         spec: Keeps groups with equal rules and different tensors apart.
     """
 
+    kind: ClassVar[str]
+    drops_for_eagle: ClassVar[bool] = True
     block_size: int
     prefix_cacheable: bool
     eagle: bool
     spec: Hashable
+
+    @property
+    def span(self) -> int:
+        """Tokens that the rules of the kind need beside the block size; 0 when they need none."""
+        return 0
+
+    @property
+    def title(self) -> str:
+        """The kind and its sizes in tokens, for people."""
+        raise NotImplementedError
 
     def _set_tokens(self, name: str, low: int = 1) -> None:
         """Check a number of tokens and keep it as a plain int: the dataclasses are frozen."""
@@ -53,6 +71,7 @@ class FullAttention(Group):
     256
     """
 
+    kind: ClassVar[str] = "full"
     block_size: int
     prefix_cacheable: bool = True
     eagle: bool = False
@@ -60,6 +79,11 @@ class FullAttention(Group):
 
     def __post_init__(self) -> None:
         self._set_tokens("block_size")
+
+    @property
+    def title(self) -> str:
+        """The kind."""
+        return "full attention"
 
 
 @dataclass(frozen=True)
@@ -76,6 +100,7 @@ class SlidingWindow(Group):
         spec: See FullAttention.
     """
 
+    kind: ClassVar[str] = "window"
     block_size: int
     _: KW_ONLY
     window: int
@@ -88,6 +113,17 @@ class SlidingWindow(Group):
         self._set_tokens("block_size")
         self._set_tokens("window")
         self._set_tokens("extra_retained_tokens", 0)
+
+    @property
+    def span(self) -> int:
+        """The window with the extra tokens."""
+        return self.window + self.extra_retained_tokens
+
+    @property
+    def title(self) -> str:
+        """The kind with the window and the extra tokens."""
+        extra = f" + {self.extra_retained_tokens} retained" if self.extra_retained_tokens else ""
+        return f"sliding window {self.window}{extra}"
 
 
 @dataclass(frozen=True)
@@ -102,6 +138,8 @@ class ChunkedLocal(Group):
         spec: See FullAttention.
     """
 
+    kind: ClassVar[str] = "chunked"
+    drops_for_eagle: ClassVar[bool] = False
     block_size: int
     chunk_size: int
     prefix_cacheable: bool = True
@@ -113,6 +151,16 @@ class ChunkedLocal(Group):
         self._set_tokens("chunk_size")
         if self.eagle:
             raise ArgumentError("`eagle` must be False for ChunkedLocal, got True")
+
+    @property
+    def span(self) -> int:
+        """The chunk."""
+        return self.chunk_size
+
+    @property
+    def title(self) -> str:
+        """The kind with the chunk."""
+        return f"chunked local {self.chunk_size}"
 
 
 @dataclass(frozen=True)
@@ -126,6 +174,8 @@ class Mamba(Group):
         spec: See FullAttention.
     """
 
+    kind: ClassVar[str] = "state"
+    drops_for_eagle: ClassVar[bool] = False
     block_size: int
     prefix_cacheable: bool = True
     eagle: bool = False
@@ -133,3 +183,14 @@ class Mamba(Group):
 
     def __post_init__(self) -> None:
         self._set_tokens("block_size")
+
+    @property
+    def title(self) -> str:
+        """The kind."""
+        return "state"
+
+
+#: Name to class of every kind. The core has the same names.
+KINDS: dict[str, type[Group]] = {
+    cls.kind: cls for cls in (FullAttention, SlidingWindow, ChunkedLocal, Mamba)
+}

@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+import reference
 from reference import ReferenceCoordinator, align_down
 from rig import ask, scheme_of
 
@@ -192,25 +193,13 @@ def contents(case: Case) -> set[str]:
 
 
 def held_blocks(case: Case, g: int) -> set[int]:
-    """Blocks of a group that the engine holds itself, by what a position of the request attends.
-
-    After a prefix hit of its own the engine goes on at token ``local_tokens``: it has the blocks
-    that lie wholly before and hold a token which that position can see.
-    """
-    group, tokens = case.groups[g], case.local_tokens
+    """Blocks of a group that the engine holds itself."""
+    group = case.groups[g]
     if case.held == "blocks":
         return {i for i, there in enumerate(case.blocks[g]) if there}
-    size = group.block_size
-    whole = range(min(tokens // size, len(case.present[g][0]) + 1))
-    if isinstance(group, FullAttention):
-        return set(whole)
-    if case.held == "full" or isinstance(group, Mamba):
+    if case.held == "full" and not isinstance(group, FullAttention):
         return set()
-    if isinstance(group, SlidingWindow):
-        seen = tokens - (group.window + group.extra_retained_tokens - 1)
-    else:
-        seen = tokens - tokens % group.chunk_size
-    return {i for i in whole if (i + 1) * size > seen}
+    return reference.held_blocks(group, case.local_tokens, len(case.present[g][0]) + 1)
 
 
 def held_argument(case: Case) -> tuple[Any, int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from kvmask.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow
@@ -97,6 +97,36 @@ def state_mask(
 
 def dense_mask(*_: object) -> None:
     """Full and chunked local attention: every block counts."""
+
+
+# --- what an engine holds itself --------------------------------------------------------------
+
+
+def seen_by_all(group: Any, tokens: int) -> int:
+    return 0
+
+
+def seen_by_window(group: Any, tokens: int) -> int:
+    return tokens - (group.window + group.extra_retained_tokens - 1)
+
+
+def seen_by_chunk(group: Any, tokens: int) -> int:
+    return tokens - tokens % group.chunk_size
+
+
+def seen_by_state(group: Any, tokens: int) -> int:
+    """A state stands for all before it; a longer hit needs another one."""
+    return tokens
+
+
+def held_blocks(group: Any, tokens: int, num_blocks: int) -> set[int]:
+    """Of the first blocks of a group, those that an engine holds after a prefix hit of its own.
+
+    It goes on at position ``tokens``: it has the blocks that lie wholly before and hold a token
+    which that position can see.
+    """
+    size, first = group.block_size, SEEN[type(group)](group, tokens)
+    return {i for i in range(min(tokens // size, num_blocks)) if (i + 1) * size > first}
 
 
 # --- what can be reused ----------------------------------------------------------------------
@@ -217,6 +247,12 @@ SEARCHES = {
     ChunkedLocal: find_chunked,
     Mamba: find_state,
 }
+SEEN = {
+    FullAttention: seen_by_all,
+    SlidingWindow: seen_by_window,
+    ChunkedLocal: seen_by_chunk,
+    Mamba: seen_by_state,
+}
 
 
 @dataclass
@@ -230,14 +266,14 @@ class RuleSet:
 
 def rule_of(group: Any) -> tuple[object, ...]:
     # vLLM 0.33 compares specs after it has folded the retained tokens into the window.
-    window = getattr(group, "window", 0) + getattr(group, "extra_retained_tokens", 0)
-    return (
-        type(group),
-        group.block_size,
-        window,
-        getattr(group, "chunk_size", None),
-        group.spec,
-    )
+    rule = {
+        item.name: getattr(group, item.name)
+        for item in fields(group)
+        if item.name not in ("prefix_cacheable", "eagle")
+    }
+    if "window" in rule:
+        rule["window"] += rule.pop("extra_retained_tokens", 0)
+    return type(group), *rule.values()
 
 
 class ReferenceCoordinator:

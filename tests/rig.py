@@ -15,7 +15,6 @@ from kvmask._core import build_keys
 from kvmask.coordinator import group_row
 from kvmask.mooncake import MooncakePolicy
 from kvmask.plans import EXISTS, GET, PUT, GroupScheme, PlanTools, Scheme
-from kvmask.plans.scheme import kind_of
 
 BYTES_PER_TOKEN = 3
 COORD_OPTIONS = ("alignment", "retention_interval", "partial_hits")
@@ -66,7 +65,6 @@ def scheme_of(
     made = []
     for g, group in enumerate(coord.groups):
         kind, size, span = group_row(group)
-        assert kind == kind_of(group)
         cacheable = group.prefix_cacheable
         made.append(
             GroupScheme(

@@ -295,13 +295,12 @@ def schema(group: int, rank: int) -> Any:
 def lookup_scheme(case: Case, coord: Any) -> Any:
     """What a lookup plan needs to know; the worker asks for all blocks that have digests."""
     from kvmask.plans import GroupScheme, Scheme
-    from kvmask.plans.scheme import kind_of
 
     groups = (
         GroupScheme(
             g,
             str(g),
-            kind_of(group),
+            group.kind,
             group.block_size,
             cacheable=group.prefix_cacheable,
             namespaces=tuple(schema(g, rank).builder for rank in range(case.ranks[g])),

@@ -39,26 +39,11 @@ cpdef list read_answers(answers, Py_ssize_t expected):
     return given
 
 
-cdef void held_range(const km_group *g, int64_t tokens, int64_t *first, int64_t *stop) noexcept:
-    """Blocks of a group, [first, stop), that a prefix hit of the engine's own holds."""
-    cdef int64_t b = g.block_size
-    stop[0] = tokens // b
-    if g.kind == KM_FULL:
-        first[0] = 0
-    elif g.kind == KM_WINDOW:
-        # Blocks that lie wholly before the window that ends at `tokens` may have been freed.
-        first[0] = max(tokens - g.span + 1, <int64_t>0) // b
-    elif g.kind == KM_CHUNKED:
-        first[0] = tokens // g.span * g.span // b
-    else:
-        first[0] = stop[0]
-
-
 def held_blocks(kind, block_size, span, item, n):
     """The blocks that an engine holds of a group, as n bits.
 
     Args:
-        kind: "full", "window", "chunked" or "state".
+        kind: Name of the kind of the group.
         block_size: Tokens per block.
         span: Tokens of the window or of an attention chunk.
         item: The length in tokens of the engine's own prefix hit, or a Bitset over the blocks.
@@ -68,7 +53,6 @@ def held_blocks(kind, block_size, span, item, n):
     Bitset(6, '2-3')
     """
     cdef km_group group
-    cdef int64_t first, stop
     cdef int64_t blocks = as_int64(n, "n", 0, c_max_bits)
     cdef Bitset bits = new_bitset(blocks), given
     if isinstance(item, Bitset):
@@ -81,8 +65,5 @@ def held_blocks(kind, block_size, span, item, n):
     group.kind = _KINDS[kind]
     group.block_size = as_int64(block_size, "block_size", 1, c_max_tokens)
     group.span = as_int64(span, "span", 0 if kind in ("full", "state") else 1, c_max_tokens)
-    held_range(&group, as_int64(item, "held", 0, c_max_tokens), &first, &stop)
-    stop = min(stop, blocks)
-    if first < stop:
-        km_fill(bits.words, first, stop, True)
+    km_fill_held(&group, as_int64(item, "held", 0, c_max_tokens), 1, bits.words, blocks)
     return bits

@@ -5,6 +5,7 @@ MAX_TOKENS = 1 << 32
 MAX_SETS = 64
 cdef int64_t c_max_tokens = MAX_TOKENS
 
+# The names of kvmask.groups.KINDS; a test compares them.
 cdef dict _KINDS = {"full": KM_FULL, "window": KM_WINDOW, "chunked": KM_CHUNKED, "state": KM_STATE}
 
 
@@ -139,7 +140,7 @@ cdef class CoordinatorCore:
             if not group.cacheable or (not states and group.kind == KM_STATE):
                 masks[i] = new_bitset(end - start)
                 continue
-            if group.kind != KM_WINDOW and group.kind != KM_STATE:
+            if not km_has_mask(group.kind):
                 continue
             mask = new_bitset(end - start)
             if mask.n >= c_gil_min_bits:

@@ -124,7 +124,7 @@ cdef class LookupCore:
     cdef mark_held(self, km_group *group, int64_t stride, item, Bitset maybe, Bitset known):
         """Whole blocks that the engine holds itself count as present."""
         cdef Bitset bits
-        cdef int64_t first, stop, i, bit
+        cdef int64_t tokens, i, bit
         if isinstance(item, Bitset):
             bits = <Bitset>item
             i = km_next(bits.words, 0, bits.n, True)
@@ -136,19 +136,9 @@ cdef class LookupCore:
                 km_set(known.words, bit)
                 i = km_next(bits.words, i + 1, bits.n, True)
             return
-        held_range(group, as_int64(item, "held", 0, c_max_tokens), &first, &stop)
-        if stride == 1:
-            stop = min(stop, maybe.n)
-            if first < stop:
-                km_fill(maybe.words, first, stop, True)
-                km_fill(known.words, first, stop, True)
-            return
-        for i in range(first, stop):
-            bit = (i + 1) * stride - 1
-            if bit >= maybe.n:
-                break
-            km_set(maybe.words, bit)
-            km_set(known.words, bit)
+        tokens = as_int64(item, "held", 0, c_max_tokens)
+        km_fill_held(group, tokens, stride, maybe.words, maybe.n)
+        km_fill_held(group, tokens, stride, known.words, known.n)
 
     cdef bint cannot_gain(self, km_search *search, km_set_state *sets):
         """Not even the longest length still possible reaches past what the engine holds.

@@ -15,6 +15,7 @@ from typing import Any
 from kvmask.cli.key import add_key_command
 from kvmask.cli.numbers import natural, number, positive
 from kvmask.errors import ArgumentError, KVMaskError
+from kvmask.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow
 
 
 @contextlib.contextmanager
@@ -46,8 +47,22 @@ def quiet_connect(*args: Any, **kwargs: Any) -> Any:
         return mooncake.connect(*args, **kwargs)
 
 
+# Option to class, its sizes in the order given, their names in the help, and the help.
+GROUPS: dict[str, tuple[Any, tuple[str, ...], str, str]] = {
+    "full": (FullAttention, ("block_size",), "BLOCK", "a full-attention group"),
+    "swa": (SlidingWindow, ("block_size", "window"), "BLOCK,WINDOW", "a sliding-window group"),
+    "chunked": (
+        ChunkedLocal,
+        ("block_size", "chunk_size"),
+        "BLOCK,CHUNK",
+        "a chunked local attention group",
+    ),
+    "mamba": (Mamba, ("block_size",), "BLOCK", "a state group"),
+}
+
+
 class GroupAction(argparse.Action):
-    """Collects the values of --full, --swa, --chunked and --mamba in the order given."""
+    """Collects the values of the options of `GROUPS` in the order given."""
 
     def __call__(
         self,
@@ -60,8 +75,7 @@ class GroupAction(argparse.Action):
             numbers = [positive(word) for word in str(values).split(",")]
         except argparse.ArgumentTypeError as error:
             raise argparse.ArgumentError(self, str(error)) from None
-        wanted = 2 if self.dest in ("swa", "chunked") else 1
-        if len(numbers) != wanted:
+        if len(numbers) != len(GROUPS[self.dest][1]):
             parser.error(f"{option_string} takes {self.metavar}, got {values!r}")
         namespace.groups = [*(namespace.groups or ()), (self.dest, numbers)]
 
@@ -71,20 +85,12 @@ def make_groups(given: Sequence[tuple[str, list[int]]], eagle: Sequence[int] | N
 
     `eagle` holds the ids of the EAGLE groups. Empty means all groups that support EAGLE.
     """
-    import kvmask
-
-    makers: dict[str, tuple[Any, tuple[str, ...]]] = {
-        "full": (kvmask.FullAttention, ("block_size",)),
-        "swa": (kvmask.SlidingWindow, ("block_size", "window")),
-        "chunked": (kvmask.ChunkedLocal, ("block_size", "chunk_size")),
-        "mamba": (kvmask.Mamba, ("block_size",)),
-    }
     if eagle is not None and any(not 0 <= g < len(given) for g in eagle):
         raise ArgumentError(f"`eagle` must name groups below {len(given)}, got {list(eagle)}")
     groups = []
-    for g, (kind, numbers) in enumerate(given):
-        flag = eagle is not None and (g in eagle if eagle else kind != "mamba")
-        make, names = makers[kind]
+    for g, (option, numbers) in enumerate(given):
+        make, names, _, _ = GROUPS[option]
+        flag = eagle is not None and (g in eagle if eagle else make.drops_for_eagle)
         groups.append(make(**dict(zip(names, numbers, strict=True)), eagle=flag))
     return groups
 
@@ -110,7 +116,8 @@ def run_explain(args: argparse.Namespace) -> int:
     from kvmask.cli import explain
 
     if not args.groups:
-        raise ArgumentError("`explain` needs at least one of --full, --swa, --chunked, --mamba")
+        options = ", ".join(f"--{option}" for option in GROUPS)
+        raise ArgumentError(f"`explain` needs at least one of {options}")
     coord = kvmask.Coordinator(
         make_groups(args.groups, args.eagle),
         hash_block_size=args.hash_block,
@@ -180,13 +187,8 @@ def build_parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=run_demo)
 
     explain = commands.add_parser("explain", help="draw the masks of KV cache groups")
-    for name, metavar, text in (
-        ("full", "BLOCK", "a full-attention group"),
-        ("swa", "BLOCK,WINDOW", "a sliding-window group"),
-        ("chunked", "BLOCK,CHUNK", "a chunked local attention group"),
-        ("mamba", "BLOCK", "a state group"),
-    ):
-        explain.add_argument(f"--{name}", action=GroupAction, metavar=metavar, help=text)
+    for option, (_, _, metavar, text) in GROUPS.items():
+        explain.add_argument(f"--{option}", action=GroupAction, metavar=metavar, help=text)
     explain.add_argument("--hash-block", type=positive, required=True, metavar="TOKENS")
     explain.add_argument("--tokens", type=positive, required=True)
     explain.add_argument(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvmask.coordinator import Coordinator
 from kvmask.errors import ArgumentError
-from kvmask.groups import ChunkedLocal, Group, Mamba, SlidingWindow
+from kvmask.groups import Group
 
 ALL, SOME, NONE = "#", "+", "."
 # Blocks of all groups together. All masks of so many blocks take 100 MB.
@@ -16,20 +16,11 @@ MAX_BLOCKS = 1 << 28
 def describe(group: Group) -> str:
     """Describe a group: its kind of attention, and its sizes in tokens.
 
-    >>> describe(SlidingWindow(block_size=64, window=128, eagle=True))
+    >>> import kvmask
+    >>> describe(kvmask.SlidingWindow(block_size=64, window=128, eagle=True))
     'sliding window 128, blocks of 64, EAGLE'
     """
-    if isinstance(group, SlidingWindow):
-        text = f"sliding window {group.window}"
-        if group.extra_retained_tokens:
-            text += f" + {group.extra_retained_tokens} retained"
-    elif isinstance(group, ChunkedLocal):
-        text = f"chunked local {group.chunk_size}"
-    elif isinstance(group, Mamba):
-        text = "state"
-    else:
-        text = "full attention"
-    text += f", blocks of {group.block_size}"
+    text = f"{group.title}, blocks of {group.block_size}"
     if group.eagle:
         text += ", EAGLE"
     return text if group.prefix_cacheable else text + ", not cacheable"

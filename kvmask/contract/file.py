@@ -30,7 +30,7 @@ from typing import Any
 
 from kvmask.contract.templates import FORMATS, template_fields
 from kvmask.errors import ArgumentError
-from kvmask.groups import ChunkedLocal, FullAttention, Group, Mamba, SlidingWindow
+from kvmask.groups import KINDS, Group
 from kvmask.hashing.settings import Hashing
 from kvmask.keys.base import KeySchema
 from kvmask.payload import PayloadFacts
@@ -41,12 +41,6 @@ MAX_CHARACTERS = 1 << 24
 MAX_DEPTH = 32
 #: Tensors of a block; no layout has more pieces (see `kvmask.layout.MAX_SEGMENTS`).
 MAX_LAYERS = 65_536
-_KINDS: dict[str, type[Group]] = {
-    "full": FullAttention,
-    "window": SlidingWindow,
-    "chunked": ChunkedLocal,
-    "state": Mamba,
-}
 _NUMBER = int | None
 
 
@@ -126,7 +120,7 @@ def _group_fields(contract: Any, index: int, own_keys: bool) -> dict[str, Any]:
     group, name = contract.groups[index], contract.names[index]
     found: dict[str, Any] = {
         "name": name,
-        "kind": next(kind for kind, cls in _KINDS.items() if type(group) is cls),
+        "kind": next(kind for kind, cls in KINDS.items() if type(group) is cls),
     }
     for item in fields(group):
         value = getattr(group, item.name)
@@ -378,16 +372,16 @@ def _schema(given: _Fields) -> KeySchema:
 
 def _group(given: _Fields) -> Group:
     kind = given.take("kind", str)
-    if kind not in _KINDS:
+    if kind not in KINDS:
         raise ArgumentError(
-            f"`{given.name('kind')}` must be one of {', '.join(_KINDS)}, got {kind!r}"
+            f"`{given.name('kind')}` must be one of {', '.join(KINDS)}, got {kind!r}"
         )
     spec = _hashable(given.take("spec", (str, int, bool, list, type(None)), None), given.path)
     flags = {
         name: given.take(name, bool, default)
         for name, default in (("prefix_cacheable", True), ("eagle", False))
     }
-    made: Group = _build(_KINDS[kind], given, spec=spec, **flags)
+    made: Group = _build(KINDS[kind], given, spec=spec, **flags)
     return made
 
 

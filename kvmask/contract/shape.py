@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from kvmask.contract.templates import FilledGroup
 from kvmask.coordinator import group_row
 from kvmask.errors import ArgumentError
-from kvmask.groups import ChunkedLocal, Group, SlidingWindow
+from kvmask.groups import Group
 from kvmask.hashing.settings import Hashing
 from kvmask.keys.base import KeySchema
 from kvmask.keys.strict import StrictKeys
@@ -20,6 +21,8 @@ from kvmask.ranks import Namespace, RankGrid
 # What layouts say; facts of these names beside them would be a second opinion.
 _LAYOUT_FACTS = frozenset({"dtype", "layout", "token_bytes", "layers", "block_bytes"})
 _FIRST = (Namespace(0, 0, 0, 0),)
+# Fields of a group that engines may differ in and still share blocks. All others shape the bytes.
+_LOCAL = frozenset({"prefix_cacheable", "eagle", "extra_retained_tokens", "spec"})
 
 
 def stated_facts(
@@ -65,6 +68,17 @@ def _text(schema: KeySchema) -> list[Any]:
     return [builder.prefix, builder.suffix, builder.as_number]
 
 
+def _numbers(group: Group) -> list[Any]:
+    """Kind, block size, window, chunk; then name and value of what else a kind has."""
+    sizes = {
+        item.name: int(getattr(group, item.name))
+        for item in fields(group)  # type: ignore[arg-type]
+        if item.name not in _LOCAL
+    }
+    row = [sizes.pop(name, None) for name in ("block_size", "window", "chunk_size")]
+    return [group_row(group)[0], *row, *map(list, sorted(sizes.items()))]
+
+
 def shape(
     filled: Sequence[FilledGroup],
     groups: Sequence[Group],
@@ -77,15 +91,7 @@ def shape(
     """All that shapes keys or bytes, as plain values; of the cacheable groups alone."""
     used = [i for i, group in enumerate(filled) if group.templates]
     return {
-        "groups": [
-            [
-                group_row(group)[0],
-                int(group.block_size),
-                int(group.window) if isinstance(group, SlidingWindow) else None,
-                int(group.chunk_size) if isinstance(group, ChunkedLocal) else None,
-            ]
-            for group in (groups[i] for i in used)
-        ],
+        "groups": [_numbers(groups[i]) for i in used],
         "hash": hashing and [hashing.algorithm, hashing.check, hashing.tags_extra_keys],
         "hash_block_size": int(hash_block_size),
         # The text around the digest: model, namespace and the form itself.

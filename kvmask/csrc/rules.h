@@ -10,6 +10,7 @@
 #include "bits.h"
 
 typedef enum { KM_FULL = 0, KM_WINDOW = 1, KM_CHUNKED = 2, KM_STATE = 3 } km_kind;
+#define KM_KINDS 4
 
 /* The layers that share one block table and one attention kind. */
 typedef struct {
@@ -132,6 +133,19 @@ static inline bool km_state_mask(const km_group *g, const km_reach *r, int64_t s
     return true;
 }
 
+/* Whether a mask of this kind can leave blocks out. */
+static inline bool km_has_mask(km_kind kind) {
+    switch (kind) {
+    case KM_WINDOW:
+    case KM_STATE:
+        return true;
+    case KM_FULL:
+    case KM_CHUNKED:
+        break;
+    }
+    return false;
+}
+
 /* Mask of the blocks [start, end) of any group that a later request can reach. False, with `w`
  * untouched, means that it can reach all. */
 static inline bool km_reach_mask(const km_group *g, const km_reach *r, int64_t start, int64_t end,
@@ -147,6 +161,42 @@ static inline bool km_reach_mask(const km_group *g, const km_reach *r, int64_t s
         break;
     }
     return false;
+}
+
+/* Equivalent to: for i in range(first, stop): w[(i + 1) * stride - 1] = 1, below nbits. */
+static inline void km_fill_blocks(uint64_t *w, int64_t nbits, int64_t stride, int64_t first,
+                                  int64_t stop) {
+    assert(nbits >= 0 && stride >= 1 && first >= 0);
+    if (stop > nbits / stride)
+        stop = nbits / stride;
+    if (stride == 1 && first < stop) {
+        km_fill(w, first, stop, true);
+        return;
+    }
+    for (int64_t i = first; i < stop; i++)
+        km_set(w, (i + 1) * stride - 1);
+}
+
+/* Sets the bits of the blocks that a prefix hit of the engine's own, of this many tokens, holds.
+ * What lies wholly before them may have been freed. */
+static inline void km_fill_held(const km_group *g, int64_t tokens, int64_t stride, uint64_t *w,
+                                int64_t nbits) {
+    assert(tokens >= 0);
+    int64_t b = g->block_size, stop = tokens / b, first = stop;
+    switch (g->kind) {
+    case KM_FULL:
+        first = 0;
+        break;
+    case KM_WINDOW:
+        first = tokens >= g->span ? (tokens - g->span + 1) / b : 0;
+        break;
+    case KM_CHUNKED:
+        first = km_align_down(tokens, g->span) / b;
+        break;
+    case KM_STATE: /* a longer hit needs another state */
+        break;
+    }
+    km_fill_blocks(w, nbits, stride, first, stop);
 }
 
 #endif

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from kvmask._core import BlockHashes, KeyBuilder
 from kvmask.coordinator import Coordinator
 from kvmask.errors import PlanStateError
-from kvmask.groups import ChunkedLocal, Group, Mamba, SlidingWindow
 
 
 class Addresses(Protocol):
@@ -43,15 +42,6 @@ def block_hashes(hashes: BlockHashes | Sequence[bytes]) -> BlockHashes:
     return BlockHashes.from_list(hashes)
 
 
-def kind_of(group: Group) -> str:
-    """The kind of a group: "full", "window", "chunked" or "state"."""
-    if isinstance(group, SlidingWindow):
-        return "window"
-    if isinstance(group, ChunkedLocal):
-        return "chunked"
-    return "state" if isinstance(group, Mamba) else "full"
-
-
 @dataclass(frozen=True, slots=True)
 class GroupScheme:
     """One KV cache group.
@@ -59,7 +49,7 @@ class GroupScheme:
     Attributes:
         index: Index of the group.
         name: Its name, for results and messages.
-        kind: "full", "window", "chunked" or "state".
+        kind: Name of its kind, as in `kvmask.groups.KINDS`.
         block_size: Tokens per block.
         span: Tokens of its window or attention chunk; 0 for the other kinds.
         cacheable: Whether it takes part in masks, keys and hits.

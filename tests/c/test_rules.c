@@ -54,6 +54,7 @@ static void check_mask(const km_group *g, const km_reach *r, int64_t start, int6
         bool want = g->kind == KM_WINDOW  ? window_rule(g, r, i, &all)
                     : g->kind == KM_STATE ? state_rule(g, r, i, &all)
                                           : true;
+        CHECK(km_has_mask(g->kind) || all, "kind %d has a mask", g->kind);
         CHECK(some == !all, "kind %d block %lld", g->kind, (long long)i);
         if (some)
             CHECK(km_get(w, i - start) == want,
@@ -73,7 +74,7 @@ static void test_masks(void) {
     static const int64_t blocks[] = {1, 4, 16, 64}, alignments[] = {1, 4, 8, 24, 64, 256, 1024};
     for (int round = 0; round < 60000; round++) {
         int64_t b = pick(blocks, 4), a = pick(alignments, 7);
-        km_group g = {.kind = (km_kind)check_between(0, 3),
+        km_group g = {.kind = (km_kind)check_between(0, KM_KINDS - 1),
                       .eagle = check_chance(40),
                       .cacheable = true,
                       .block_size = b,
@@ -93,7 +94,7 @@ static void test_masks(void) {
 
 /* A mask that begins later is the tail of the whole one. */
 static void test_far_masks(void) {
-    km_group g = {KM_WINDOW, true, true, 4, 16};
+    km_group g = {.kind = KM_WINDOW, .eagle = true, .cacheable = true, .block_size = 4, .span = 16};
     km_reach r = {.alignment = 256, .retention = 512};
     int64_t far = INT64_C(1) << 40;
     r.n_boundaries = km_replay_boundaries(far * 4, 256, true, r.boundaries);

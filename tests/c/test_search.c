@@ -108,7 +108,7 @@ static km_search make(km_set_state *sets, int n, bool partial) {
         int64_t ratio = ratios[check_between(0, 3)];
         if (ratio > biggest)
             biggest = ratio;
-        sets[i] = (km_set_state){.group = {.kind = (km_kind)check_between(0, 3),
+        sets[i] = (km_set_state){.group = {.kind = (km_kind)check_between(0, KM_KINDS - 1),
                                            .cacheable = true,
                                            .block_size = s.hash_block * ratio}};
         sets[i].group.eagle = check_chance(30);
@@ -247,7 +247,8 @@ static void test_needs(void) {
 /* Partial hits: the last block's key may be a later boundary of the same block. */
 static void test_tail(void) {
     uint64_t words[1] = {0x8a}; /* boundaries 2, 4 and 8 of eight */
-    km_set_state set = {.group = {KM_FULL, false, true, 32, 0}, .presence = {words, NULL, 8, 2}};
+    km_set_state set = {.group = {.kind = KM_FULL, .cacheable = true, .block_size = 32},
+                        .presence = {words, NULL, 8, 2}};
     km_search s = {.sets = &set, .n_sets = 1, .hash_block = 16, .alignment = 32, .partial = true};
     static const int64_t hits[] = {0, 16, 32, 48, 64, 80, 112, 128};
     static const int64_t want[] = {0, 32, 32, 64, 64, 80, 128, 128};
