@@ -17,8 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmask import _core
+from kvmask.cli.key import ENGINES
 from kvmask.errors import ArgumentError, HashInputError, KeyFormatError, KeyFormatWarning
 from kvmask.keys import (
+    FORMATS,
     AscendKeys,
     LMCacheKeys,
     LMCacheObjectKeys,
@@ -33,7 +35,7 @@ from kvmask.keys import (
 
 DIGEST = bytes(range(32))
 HEX = "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
-SCHEMAS = (VllmKeys, AscendKeys, SglangKeys, LMCacheKeys, LMCacheObjectKeys, StrictKeys)
+SCHEMAS = tuple(FORMATS.values())
 
 ASCEND = {
     "0.13.0": (
@@ -436,3 +438,7 @@ class TestLMCacheChunks:
     def test_refused(self):
         with pytest.raises(ArgumentError, match="one of sha256_cbor, sha256, got 'blake3'"):
             lmcache_chunk_hashes(self.ids, algorithm="blake3")
+
+
+def test_the_key_command_knows_every_format():
+    assert set(ENGINES.values()) == set(FORMATS.values())

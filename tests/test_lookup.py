@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import fuzz_lookup
 import numpy as np
@@ -26,7 +27,7 @@ from kvmask import (
     VllmKeys,
 )
 from kvmask.errors import ArgumentError, StoreError
-from kvmask.plans import MALFORMED_ANSWER, Held
+from kvmask.plans import MALFORMED_ANSWER, Held, Scheme
 
 DSV4 = [
     FullAttention(256),
@@ -489,3 +490,9 @@ def test_local_tokens_with_a_drafter_whose_windows_differ():
     assert (case.local_tokens, case.hint) == (51, 48)
     for held in ("full", "prefix"):
         fuzz_lookup.check(replace(case, held=held))
+
+
+def test_a_scheme_with_an_own_coordinator_and_no_search_cannot_look_up():
+    scheme = Scheme(SimpleNamespace(hash_block_size=16, alignment=16), ())
+    with pytest.raises(TypeError, match=r"must search in the core, .* got SimpleNamespace"):
+        LookupPlan(scheme, [], 0)

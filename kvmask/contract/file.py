@@ -28,10 +28,11 @@ from contextlib import suppress
 from dataclasses import MISSING, fields
 from typing import Any
 
-from kvmask.contract.templates import FORMATS, template_fields
+from kvmask.contract.templates import template_fields
 from kvmask.errors import ArgumentError
 from kvmask.groups import KINDS, Group
 from kvmask.hashing.settings import Hashing
+from kvmask.keys import FORMATS
 from kvmask.keys.base import KeySchema
 from kvmask.payload import PayloadFacts
 from kvmask.ranks import RankGrid

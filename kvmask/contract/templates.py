@@ -8,26 +8,10 @@ from typing import Any
 
 from kvmask._core import KeyBuilder
 from kvmask.errors import ArgumentError
-from kvmask.keys.ascend import AscendKeys
 from kvmask.keys.base import KeyPlace, KeySchema
-from kvmask.keys.lmcache import LMCacheKeys, LMCacheObjectKeys
-from kvmask.keys.sglang import SglangKeys
 from kvmask.keys.strict import StrictKeys
 from kvmask.keys.vllm import VllmKeys, store_numbers
 from kvmask.ranks import GroupRanks, Namespace, RankGrid
-
-#: Name to class of the formats that a contract's JSON can carry.
-FORMATS: dict[str, type[KeySchema]] = {
-    kind.__name__: kind
-    for kind in (
-        AscendKeys,
-        LMCacheKeys,
-        LMCacheObjectKeys,
-        SglangKeys,
-        StrictKeys,
-        VllmKeys,
-    )
-}
 
 Templates = tuple[KeySchema, ...]
 

@@ -23,7 +23,14 @@ from kvmask.keys.sglang import SglangKeys
 from kvmask.keys.strict import StrictKeys, fingerprint
 from kvmask.keys.vllm import VllmKeys, store_namespace
 
+#: Name to class of every format: those that a contract's JSON can carry.
+FORMATS: dict[str, type[KeySchema]] = {
+    kind.__name__: kind
+    for kind in (AscendKeys, LMCacheKeys, LMCacheObjectKeys, SglangKeys, StrictKeys, VllmKeys)
+}
+
 __all__ = [
+    "FORMATS",
     "AscendKeys",
     "KeySchema",
     "LMCacheKeys",

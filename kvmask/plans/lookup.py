@@ -93,7 +93,7 @@ class LookupPlan:
             hint = hints.predict(digests, coord.hash_block_size, coord.alignment, num_tokens - 1)
         costs = self._tools.costs
         self._core = LookupCore(
-            coord._core,
+            scheme.core,
             scheme.namespaces,
             digests,
             num_tokens,

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvmask._core import BlockHashes, KeyBuilder
-from kvmask.coordinator import Coordinator
+from kvmask._core import Bitset, BlockHashes, KeyBuilder
+from kvmask.coordinator import Hit
 from kvmask.errors import PlanStateError
 
 
@@ -40,6 +40,53 @@ def block_hashes(hashes: BlockHashes | Sequence[bytes]) -> BlockHashes:
     if type(hashes) is not list and not hasattr(hashes, "__iter__"):
         raise TypeError(f"`hashes` must be a sequence of bytes, got {type(hashes).__name__}")
     return BlockHashes.from_list(hashes)
+
+
+class Masks(Protocol):
+    """What plans ask of a coordinator: `kvmask.Coordinator`, or an adapter's own.
+
+    A lookup searches in the core: its coordinator also has ``_core``, a `CoordinatorCore`, as
+    `Coordinator` has. A load whose blocks all arrive asks for sizes alone, and so does a save that
+    is given its masks.
+    """
+
+    @property
+    def hash_block_size(self) -> int:
+        """Tokens per digest."""
+        ...
+
+    @property
+    def alignment(self) -> int:
+        """What a save begins at a multiple of, in tokens."""
+        ...
+
+    @property
+    def hit_alignment(self) -> int:
+        """What hits are multiples of, in tokens."""
+        ...
+
+    @property
+    def partial_hits(self) -> bool:
+        """Whether a hit may end inside a block."""
+        ...
+
+    def align(self, num_tokens: int, /) -> int:
+        """Round a number of tokens down to what is saved."""
+        ...
+
+    def store_mask(
+        self, num_tokens: int, start_token: int, num_prompt_tokens: int | None, states: bool, /
+    ) -> Sequence[Bitset | None]:
+        """Per group the blocks to save, from ``ceil(start_token / block_size)`` on."""
+        ...
+
+    def load_mask(self, num_tokens: int, /) -> Sequence[Bitset]:
+        """Per group the blocks that a hit of this length needs."""
+        ...
+
+    def find_hit(self, present: Sequence[Bitset], max_length: int, eagle: bool, /) -> Hit:
+        """The longest hit that blocks give, for what a load leaves usable."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +128,7 @@ class Scheme:
     """All groups of an engine.
 
     Attributes:
-        coord: Masks and hits.
+        coord: Masks and hits. See `Masks`.
         groups: One entry per group.
         states: States are saved by their position in the block table; False leaves them to
             hand-offs.
@@ -92,7 +139,7 @@ class Scheme:
         namespaces: The namespaces of all groups.
     """
 
-    coord: Coordinator
+    coord: Masks
     groups: tuple[GroupScheme, ...]
     states: bool = True
     bound: bool = False
@@ -110,6 +157,21 @@ class Scheme:
         if self.check_hashes is not None:
             self.check_hashes(digests)
         return digests
+
+    @property
+    def core(self) -> Any:
+        """The core's search over all groups.
+
+        Raises:
+            TypeError: The coordinator is an adapter's own and has none.
+        """
+        found = getattr(self.coord, "_core", None)
+        if found is None:
+            raise TypeError(
+                "`coord` of a scheme for lookups must search in the core, as Coordinator does, "
+                f"got {type(self.coord).__name__}"
+            )
+        return found
 
     @property
     def writers(self) -> int:
