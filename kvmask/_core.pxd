@@ -223,6 +223,7 @@ cdef class BlockHashes:
     cdef readonly Py_ssize_t n
     cdef readonly object origin  # DigestOrigin, or None when it is not known
     cdef const unsigned char *at(self, Py_ssize_t i, Py_ssize_t *size) except NULL
+    cdef bytes digest(self, Py_ssize_t i)
     cdef BlockHashes with_origin(self, object origin)
 
 

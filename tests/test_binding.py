@@ -94,3 +94,21 @@ def test_nothing_is_imported_twice():
         found += re.findall(r"\w+(?=\s*(?:,|\)|$))", lines)
     assert len(found) > 20
     assert sorted(found) == sorted(set(found))
+
+
+def comprehensions(text):
+    """Lines with a `for` that is not the first word of a statement: comprehensions, generators.
+
+    Cython 3.3.1 frees the item of a list comprehension twice when there is no memory to append it.
+    """
+    return re.findall(r"^(?=.*\bfor\b)(?!\s*for\b).*$", text, re.M)
+
+
+def test_comprehensions_are_found():
+    text = "for i in x:\n    a = [i for i in x]\n    return all(\n        y for y in z\n    )\n"
+    assert comprehensions(text) == ["    a = [i for i in x]", "        y for y in z"]
+
+
+@pytest.mark.parametrize("name", INCLUDED)
+def test_no_file_has_a_comprehension(name):
+    assert comprehensions(CODE[name]) == []

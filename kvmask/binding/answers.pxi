@@ -19,10 +19,13 @@ cpdef list read_answers(answers, Py_ssize_t expected):
     """
     cdef list given
     cdef Py_ssize_t i
-    try:
-        given = list(answers)
-    except Exception:
-        return [MALFORMED_ANSWER] * expected
+    if type(answers) is list:
+        given = list(answers)  # without memory for it nothing is answered yet
+    else:
+        try:
+            given = list(answers)
+        except Exception:
+            return [MALFORMED_ANSWER] * expected
     if len(given) != expected:
         return [MALFORMED_ANSWER] * expected
     for i in range(len(given)):

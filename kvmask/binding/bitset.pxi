@@ -22,6 +22,7 @@ cdef Bitset new_bitset(int64_t n, bint zeros=True):
         raise ArgumentError(f"`n` must be from 0 to {MAX_BITS}, got {n}")
     cdef size_t count = km_words(n) or 1
     cdef uint64_t *words
+    self = Bitset.__new__(Bitset)
     if zeros:
         words = <uint64_t *>calloc(count, sizeof(uint64_t))
     else:
@@ -29,7 +30,6 @@ cdef Bitset new_bitset(int64_t n, bint zeros=True):
     if words == NULL:
         raise MemoryError(f"no memory for a bitset of {n} bits")
     words[count - 1] = 0
-    self = Bitset.__new__(Bitset)
     self.words = words
     self.n = n
     self.shape[0] = km_words(n)
@@ -54,10 +54,13 @@ cdef bint as_bool(object item, Py_ssize_t i) except -1:
         return 1
     if item is False:
         return 0
+    if PyLong_CheckExact(item):
+        if item == 0 or item == 1:
+            return item == 1
     # numpy.bool_ is no number and has no __index__.
-    if type(item).__name__ in ("bool", "bool_") and hasattr(item, "dtype"):
+    elif type(item).__name__ in ("bool", "bool_") and hasattr(item, "dtype"):
         return 1 if item else 0
-    if isinstance(item, _numbers.Integral) and (item == 0 or item == 1):
+    elif isinstance(item, _numbers.Integral) and (item == 0 or item == 1):
         return 1 if item else 0
     raise ArgumentError(f"`bools` must hold only True and False, got {item!r} at index {i}")
 
@@ -251,9 +254,7 @@ cdef class Bitset:
             b = <Bitset>other
             same = self.n == b.n and memcmp(self.words, b.words, self.shape[0] * 8) == 0
             return same == (op == Py_EQ)
-        if isinstance(other, (str, bytes, bytearray)) or not (
-            isinstance(other, _Sequence) or hasattr(other, "__array_interface__")
-        ):
+        if not is_sequence(other) and not hasattr(other, "__array_interface__"):
             return NotImplemented
         try:
             same = len(other) == self.n
@@ -331,8 +332,12 @@ cdef class Bitset:
 
     def tolist(self):
         """The bits as a list of bool."""
-        cdef int64_t i
-        return [bool(km_get(self.words, i)) for i in range(self.n)]
+        cdef list out = [False] * self.n
+        cdef int64_t i = km_next(self.words, 0, self.n, True)
+        while i < self.n:
+            out[i] = True
+            i = km_next(self.words, i + 1, self.n, True)
+        return out
 
     cdef Bitset combined(self, other, bint both):
         cdef Bitset b, out
@@ -365,8 +370,9 @@ cdef class Bitset:
         return out
 
     def __repr__(self):
-        runs = self.runs()
-        parts = [f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in runs[:16]]
+        cdef list runs = self.runs(), parts = []
+        for start, stop in runs[:16]:
+            parts.append(f"{start}" if stop == start + 1 else f"{start}-{stop - 1}")
         if len(runs) > 16:
             parts.append(f"... {len(runs) - 16} more")
         return f"Bitset({self.n}, '{','.join(parts)}')"

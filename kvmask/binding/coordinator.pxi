@@ -65,8 +65,9 @@ cdef class CoordinatorCore:
                 self.any_eagle = True
             if self.groups[i].kind == KM_CHUNKED:
                 self.any_chunked = True
-        if self.n_sets == 0 or 0 in [self.members[i] for i in range(self.n_sets)]:
-            raise ArgumentError("`groups` must fill the sets from 0 on, at least one of them")
+        for i in range(max(self.n_sets, 1)):
+            if self.members[i] == 0:
+                raise ArgumentError("`groups` must fill the sets from 0 on, at least one of them")
 
     def __dealloc__(self):
         free(self.groups)

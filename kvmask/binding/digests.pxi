@@ -110,7 +110,9 @@ cdef class BlockHashes:
         # A list of bytes is taken as it is, and every item checked when it is used: a long prompt
         # has tens of thousands, of which a lookup uses a few hundred.
         if items and not (is_digest(items[0]) and is_digest(items[len(items) - 1])):
-            items = [as_digest(item, i) for i, item in enumerate(items)]
+            given, items = items, []
+            for item in given:
+                items.append(as_digest(item, len(items)))
         self = BlockHashes.__new__(BlockHashes, origin=origin)
         self.items = items
         self.n = len(items)
@@ -154,6 +156,11 @@ cdef class BlockHashes:
             )
         return <const unsigned char *>PyBytes_AS_STRING(<object>item)
 
+    cdef bytes digest(self, Py_ssize_t i):
+        cdef Py_ssize_t size
+        cdef const unsigned char *data = self.at(i, &size)
+        return PyBytes_FromStringAndSize(<const char *>data, size)
+
     @property
     def digest_size(self):
         """Bytes per digest; None when the digests came as a list."""
@@ -163,10 +170,14 @@ cdef class BlockHashes:
         return self.n
 
     def __getitem__(self, key):
-        cdef Py_ssize_t i, size
-        cdef const unsigned char *data
+        cdef Py_ssize_t i, start, stop, step
+        cdef list out
         if isinstance(key, slice):
-            return [self[j] for j in range(*key.indices(self.n))]
+            start, stop, step = key.indices(self.n)
+            out = []
+            for i in range(len(range(start, stop, step))):
+                out.append(self.digest(start + i * step))
+            return out
         try:
             i = key.__index__()
         except AttributeError:
@@ -179,19 +190,24 @@ cdef class BlockHashes:
             i += self.n
         if not 0 <= i < self.n:
             raise IndexError(f"index {key} out of range for {self.n} digests")
-        data = self.at(i, &size)
-        return PyBytes_FromStringAndSize(<const char *>data, size)
+        return self.digest(i)
 
     def __iter__(self):
+        cdef Py_ssize_t i
         for i in range(self.n):
-            yield self[i]
+            yield self.digest(i)
 
     def __eq__(self, other):
-        if isinstance(other, (str, bytes)) or not isinstance(other, (_Sequence, BlockHashes)):
+        cdef Py_ssize_t i = 0
+        if not isinstance(other, BlockHashes) and not is_sequence(other):
             return NotImplemented
         if len(other) != self.n:
             return False
-        return all(a == b for a, b in zip(self, other))
+        for item in other:
+            if i >= self.n or self.digest(i) != item:
+                return False
+            i += 1
+        return True
 
     __hash__ = None
 

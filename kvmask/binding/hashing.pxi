@@ -64,7 +64,7 @@ cdef class Digest:
 
     def __call__(self, data):
         """Digest of the bytes-like ``data``."""
-        cdef const uint8_t[::1] view = data
+        cdef Py_buffer view
         cdef uint8_t out[KM_MAX_DIGEST]
         cdef void *ctx = NULL
         cdef bint ok
@@ -72,9 +72,15 @@ cdef class Digest:
             ctx = self.d.ctx_new()
             if not ctx:
                 raise MemoryError
-        ok = km_digest_once(&self.d, ctx, &view[0] if view.shape[0] else out, view.shape[0], out)
-        if ctx:
-            self.d.ctx_free(ctx)
+        try:
+            PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
+            ok = km_digest_once(
+                &self.d, ctx, <const uint8_t *>view.buf if view.len else out, view.len, out
+            )
+            PyBuffer_Release(&view)
+        finally:
+            if ctx:
+                self.d.ctx_free(ctx)
         if not ok:
             raise RuntimeError(f"{self.kind} failed")
         return out[:self.d.size]
@@ -152,8 +158,10 @@ cdef class Chain:
         self.c.encoding = <km_encoding>encoding
         self.c.block_size = block_size
         if extras is not None:
-            if encoding == KM_PAGES and any(e is not None for e in self.extras):
-                raise ArgumentError("pages have no extra keys")
+            if encoding == KM_PAGES:
+                for given in self.extras:
+                    if given is not None:
+                        raise ArgumentError("pages have no extra keys")
             if len(self.extras) != self.n:
                 raise ArgumentError(
                     "`extra_keys` must have one entry per full block, "

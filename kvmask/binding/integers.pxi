@@ -1,4 +1,4 @@
-# The one check of an integer argument.
+# The one check of an integer argument, and of what is a sequence.
 
 # A longer integer is not written out in a message: Python refuses past some thousands of digits.
 cdef int c_shown_bits = 256
@@ -59,3 +59,13 @@ cdef int64_t as_int64(object value, str name, int64_t low, int64_t high) except?
         if not overflow and low <= result <= high:
             return result
     return check_integer(value, name, low, high)
+
+
+cdef bint is_sequence(object value) except -1:
+    """Whether it is a sequence, text and bytes left aside.
+
+    Abstract classes lose an error where memory runs out, so they are asked last.
+    """
+    if type(value) is list or type(value) is tuple:
+        return True
+    return not isinstance(value, (str, bytes, bytearray)) and isinstance(value, _Sequence)

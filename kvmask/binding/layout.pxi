@@ -11,7 +11,7 @@ cdef list _id_list(object block_ids):
         ids = block_ids.tolist()
         if type(ids) is list:
             return ids
-    elif isinstance(block_ids, _Sequence) and not isinstance(block_ids, (str, bytes, bytearray)):
+    elif is_sequence(block_ids):
         return list(block_ids)
     raise BlockIdError(
         f"`block_ids` must be a sequence or one-dimensional array of integers, "

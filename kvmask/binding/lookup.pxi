@@ -24,7 +24,9 @@ cdef class LookupCore:
                   local_tokens=0, held=None, *, staged=True, first_batch=512, growth=4, hint=0,
                   slack=32):
         cdef int64_t n_hashes
-        cdef list names = [as_builders(b) for b in builders]
+        cdef list names = []
+        for group in builders:
+            names.append(as_builders(group))
         self.coord = coord
         self.hashes = as_hashes(hashes)
         self.num_tokens = as_int64(num_tokens, "num_tokens", 0, c_max_tokens)
@@ -217,8 +219,9 @@ cdef class LookupCore:
                     need.stop = min((need.first // own.stride + 1) * own.stride, own.nbits)
                     return False
             self.tails[i] = boundary
-        self.hit = hit
+        # The masks first: without memory for them nothing is decided.
         self.masks = coord.group_masks(sets)
+        self.hit = hit
         return True
 
     cdef int64_t ask(self, int set_index, int64_t first, int64_t stop, int64_t stride,
@@ -327,7 +330,9 @@ cdef class LookupCore:
             return []
         # `exact` asks whatever vLLM asks, even where the hit is decided without an answer.
         if not self.staged and self.probes == 0 and self.exact_keys:
-            asked = [~<Bitset>b for b in self.set_known]
+            asked = list(self.set_known)
+            for i in range(len(asked)):
+                asked[i] = ~<Bitset>asked[i]
         elif self.decide(&search, sets, &set_index, &need):
             return []
         else:
@@ -432,7 +437,8 @@ cdef class LookupCore:
         cdef km_set_state sets[64]
         cdef km_search search
         cdef km_need need
-        cdef int set_index
+        cdef int set_index, i
+        cdef list masks
         if self.pending_groups:
             return None
         if self.hit < 0 and (
@@ -441,6 +447,8 @@ cdef class LookupCore:
         ):
             return None
         if self.no_masks:
-            return 0, tuple([new_bitset(0) for _ in range(self.coord.n_groups)]), \
-                (0,) * self.coord.n_groups
+            masks = []
+            for i in range(self.coord.n_groups):
+                masks.append(new_bitset(0))
+            return 0, tuple(masks), (0,) * self.coord.n_groups
         return self.hit, self.masks, tuple(self.tails)

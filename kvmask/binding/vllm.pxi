@@ -28,6 +28,8 @@ def present_bits(hashes, exists, group, scale, n):
     if exists is None:
         km_fill(bits.words, 0, blocks, True)
         return bits
+    if not isinstance(exists, (set, frozenset)):
+        raise TypeError(f"`exists` must be a set or None, got {type(exists).__name__}")
     for i in range(blocks):
         data = digests.at((i + 1) * per_block - 1, &size)
         if PySet_Contains(exists, (group, PyBytes_FromStringAndSize(<const char *>data, size))):

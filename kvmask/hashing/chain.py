@@ -402,8 +402,10 @@ class BlockHasher:
         tail = ids.take(len(ids) // size * size, len(ids))
         new += chain_hashes(ids, size, self.algorithm, parent, extras)
         digests = _core.split_digests(new, self.digest_size)
-        self._tail = list(tail)
+        left = list(tail)
+        # The one step that may need memory comes first: then all of it is done.
+        self.hashes += digests
+        self._tail = left
         if digests:
             self._last = digests[-1]
-            self.hashes += digests
         return digests
