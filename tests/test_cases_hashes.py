@@ -1,12 +1,14 @@
 """Failures from public trackers that a block hash can have; numbers as in the trackers' threads."""
 
 import array
+from typing import ClassVar
 
 import pytest
 from golden_hashes import GOLDEN
 
 from kvmask import _core
-from kvmask.hashing.chain import hash_tokens
+from kvmask.errors import KeyFormatWarning
+from kvmask.hashing.chain import BlockHasher, hash_tokens
 from kvmask.hashing.extra_keys import block_extra_keys
 
 SEED = "vllm-none-hash"
@@ -103,3 +105,74 @@ def test_b42_last_sub_hash_names_a_block():
     changed_later = hash_tokens([*range(64), *range(1000, 1016)], 16, seed=SEED)
     assert changed_later[3] == h[3]
     assert changed_later[4] != h[4]
+
+
+class TestF11OverlappingMedia:
+    """vllm#26334, #44543: audio within the range of a video, as vLLM 0.32.0 takes it."""
+
+    MEDIA = (("vid", 4, 6), ("aud", 4, 6))
+    VLLM: ClassVar = [None, (("mm", "vid", 0),), (("mm", "vid", -4), ("mm", "aud", -4)), None]
+    ALL: ClassVar = [None, (("mm", "vid", 0), ("mm", "aud", 0)), VLLM[2], None]
+
+    @staticmethod
+    def grown(**kwargs):
+        """Extra keys and digests of 16 tokens that come one by one."""
+        hasher, extras = BlockHasher(4, seed=SEED), []
+        for token in range(16):
+            keys = None
+            if token % 4 == 3:
+                keys = block_extra_keys(1, 4, first_block=token // 4, **kwargs)
+                extras += keys
+            hasher.extend([token], keys)
+        return extras, hasher.hashes
+
+    def test_as_vllm_with_a_warning(self):
+        with pytest.warns(KeyFormatWarning, match="`media` overlap") as seen:
+            keys = block_extra_keys(4, 4, media=self.MEDIA)
+        assert keys == self.VLLM
+        assert seen[0].filename == __file__
+        with pytest.warns(KeyFormatWarning):
+            old = block_extra_keys(4, 4, media=self.MEDIA, release="0.28")
+        assert old == [None, (("vid", 0),), (("vid", -4), ("aud", -4)), None]
+        with pytest.warns(KeyFormatWarning):
+            extras, digests = self.grown(media=self.MEDIA)
+        assert extras == self.VLLM
+        assert digests == list(hash_tokens(range(16), 4, seed=SEED, extra_keys=keys))
+
+    def test_another_audio_shares_a_block_unless_strict(self):
+        def digests(audio, **kwargs):
+            media = (self.MEDIA[0], (audio, 4, 6))
+            keys = block_extra_keys(4, 4, media=media, **kwargs)
+            return list(hash_tokens(range(16), 4, seed=SEED, extra_keys=keys))
+
+        with pytest.warns(KeyFormatWarning):
+            one, two = digests("aud"), digests("other")
+        assert [a == b for a, b in zip(one, two, strict=True)] == [True, True, False, False]
+        strict, other = digests("aud", strict=True), digests("other", strict=True)
+        assert [a == b for a, b in zip(strict, other, strict=True)] == [True, False, False, False]
+        assert [a == b for a, b in zip(one, strict, strict=True)] == [True, False, False, False]
+
+    def test_strict_whole_and_grown(self):
+        keys = block_extra_keys(4, 4, media=self.MEDIA, strict=True)
+        assert keys == self.ALL
+        extras, digests = self.grown(media=self.MEDIA, strict=True)
+        assert extras == self.ALL
+        assert digests == list(hash_tokens(range(16), 4, seed=SEED, extra_keys=keys))
+
+    def test_strict_is_no_other_where_none_overlap(self):
+        media = [("a", 1, 3), ("b", 4, 9), ("c", 13, 1)]
+        assert block_extra_keys(5, 4, media=media, strict=True) == block_extra_keys(
+            5, 4, media=media
+        )
+
+    def test_the_one_that_starts_last_ends_first(self):
+        """vLLM looks at the last medium's end before all else."""
+        media = [("vid", 0, 12), ("aud", 2, 2)]
+        with pytest.warns(KeyFormatWarning):
+            keys = block_extra_keys(3, 4, media=media)
+        assert keys == [(("mm", "vid", 0),), None, None]
+        assert block_extra_keys(3, 4, media=media, strict=True) == [
+            (("mm", "vid", 0), ("mm", "aud", 2)),
+            (("mm", "vid", -4),),
+            (("mm", "vid", -8),),
+        ]

@@ -606,8 +606,21 @@ class TestExtraKeys:
         assert block_extra_keys(1, 4, cache_salt="s", first_block=1) == [None]
 
     def test_refused(self):
-        with pytest.raises(HashInputError, match="sorted by offset and must not overlap"):
-            block_extra_keys(2, 4, media=[("a", 0, 3), ("b", 2, 1)])
+        with pytest.raises(
+            HashInputError, match="`media` must be sorted by offset, got 2 before 0"
+        ):
+            block_extra_keys(2, 4, media=[("a", 2, 3), ("b", 0, 1)])
+        for bad in (("a", 0), "abc", 5):
+            with pytest.raises(TypeError, match="`media` must hold"):
+                block_extra_keys(2, 4, media=[bad])
+        for bad in (-1, 1 << 62):
+            with pytest.raises(ArgumentError, match="`media offset` must be from 0 to"):
+                block_extra_keys(2, 4, media=[("a", bad, 1)])
+        with pytest.raises(TypeError, match="`adapter` must be"):
+            block_extra_keys(2, 4, adapter="ab")
+        for blocks, first in ((1 << 62, 0), (1 << 32, 0), (1, 1 << 28), (1 << 28, 1)):
+            with pytest.raises(ArgumentError, match="`num_blocks` must be"):
+                block_extra_keys(blocks, 16, first_block=first)
         with pytest.raises(ArgumentError, match="one digest per block, got 1 and 2"):
             block_extra_keys(2, 4, prompt_embeds=[b""])
         for release in ("0.30", "0.23", "x", "1"):
