@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvmask._core import BlockHashes
 from kvmask.contract.bound import BoundContract, Frozen
-from kvmask.contract.file import decode, encode, read_text, write_text
 from kvmask.contract.memory import (
     LocalPlace,
     by_group,
@@ -393,6 +392,8 @@ class Contract(Frozen):
             ArgumentError: A group's `spec` or a key format has no place in JSON, or the seed is not
                 known.
         """
+        from kvmask.contract.file import encode  # JSON is for few programs: not at import
+
         return encode(self, with_seed=with_seed)
 
     @classmethod
@@ -413,6 +414,8 @@ class Contract(Frozen):
             ArgumentError: The text is no contract, holds a field that is not known, or another
                 seed's.
         """
+        from kvmask.contract.file import decode
+
         made, local, fingerprint = decode(text, seed, start)
         contract = cls(**made)
         if contract.fingerprint != fingerprint:
@@ -426,6 +429,8 @@ class Contract(Frozen):
 
     def write(self, path: str | PathLike[str], *, with_seed: bool = False) -> None:
         """Write `to_json` to a file, in one step; with the seed only the owner can read it."""
+        from kvmask.contract.file import write_text
+
         write_text(path, self.to_json(with_seed=with_seed), private=with_seed)
 
     @classmethod
@@ -433,6 +438,8 @@ class Contract(Frozen):
         cls, path: str | PathLike[str], *, seed: str | None = None, start: bytes | None = None
     ) -> Contract:
         """The contract in a file; see `from_json`."""
+        from kvmask.contract.file import read_text
+
         return cls.from_json(read_text(path), seed=seed, start=start)
 
     def request(
