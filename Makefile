@@ -18,6 +18,9 @@ ASAN := build/asan
 # What `make test-vllm` runs of vLLM itself: its connector's tests, and whole engines.
 VLLM_SUITES ?= $(shell python3 kvmask/versions.py)
 VLLM_MODELS ?= llama gemma hybrid eagle
+# What `make test-ascend` runs: vllm-ascend's releases, and random cases of each.
+ASCEND_SUITES ?= $(shell python3 kvmask/versions.py ascend)
+ASCEND_CASES ?= 100000
 
 .PHONY: help
 help: ## show the targets
@@ -59,6 +62,17 @@ test-vllm: setup-vllm ## the tests that compare with the real vLLM, in an enviro
 	.venv-vllm/bin/python -m pytest -m vllm $(ARGS)
 	for version in $(VLLM_SUITES); do .venv-vllm/bin/python scripts/vllm_suite.py $$version; done
 	for model in $(VLLM_MODELS); do .venv-vllm/bin/python scripts/vllm_engine.py $$model; done
+
+.PHONY: test-ascend
+test-ascend: setup-vllm ## compare with the real vllm-ascend's AscendStore, without an NPU
+	for version in $(ASCEND_SUITES); do \
+		.venv-vllm/bin/python scripts/ascend_source.py $$version; \
+		export KVMASK_ASCEND_VERSION=$$version; \
+		.venv-vllm/bin/python -m pytest tests/test_ascend_*.py $(ARGS); \
+		.venv-vllm/bin/python scripts/ascend_suite.py $$version; \
+		.venv-vllm/bin/python tests/ascend_oracle.py --cases $(ASCEND_CASES); \
+	done
+	.venv-vllm/bin/python bench/bench_ascend.py --check
 
 .PHONY: bench
 bench: setup-dev ## time kvmask, beside vLLM where it is installed

@@ -53,8 +53,9 @@ def subcommands() -> set[str]:
 
 def exists(dotted: str) -> bool:
     """True when a dotted name is a module, or an attribute of one."""
-    if dotted.startswith("kvmask.vllm") and importlib.util.find_spec("vllm") is None:
-        return True
+    for room, engine in (("kvmask.vllm", "vllm"), ("kvmask.ascend", "vllm_ascend")):
+        if dotted.startswith(room) and importlib.util.find_spec(engine) is None:
+            return True
     parts = dotted.split(".")
     for cut in range(len(parts), 0, -1):
         try:

@@ -22,23 +22,23 @@ from pathlib import Path
 VERSIONS = runpy.run_path(str(Path(__file__).resolve().parent.parent / "kvmask" / "versions.py"))
 
 
-def download(version: str, folder: str) -> Path:
+def download(version: str, folder: str, project: str = "vllm") -> Path:
     """Fetch the source archive of one release into a folder."""
     from pip._internal.commands import create_command
     from pip._internal.models.target_python import TargetPython
     from pip._internal.network.download import Downloader
 
     pip = create_command("download")
-    options, _ = pip.parse_args(["--no-binary", ":all:", "--no-deps", f"vllm=={version}"])
+    options, _ = pip.parse_args(["--no-binary", ":all:", "--no-deps", f"{project}=={version}"])
     with pip.main_context():
         session = pip.get_default_session(options)
         finder = pip._build_package_finder(
             options=options, session=session, target_python=TargetPython()
         )
-        candidates = finder.find_all_candidates("vllm")
+        candidates = finder.find_all_candidates(project)
         links = [c.link for c in candidates if str(c.version) == version and not c.link.is_wheel]
         if not links:
-            raise SystemExit(f"the configured index has no source archive of vLLM {version}")
+            raise SystemExit(f"the configured index has no source archive of {project} {version}")
         # Newer versions of pip need the number of retries as an argument.
         try:
             downloader = Downloader(session, "off", options.resume_retries)

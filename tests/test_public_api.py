@@ -59,7 +59,7 @@ FIXED = {
     "hash_tokens",
     "mooncake",
 }
-OPTIONAL = ("torch", "numpy", "mooncake", "vllm", "xxhash", "prometheus_client")
+OPTIONAL = ("torch", "numpy", "mooncake", "vllm", "vllm_ascend", "xxhash", "prometheus_client")
 
 # One direction: a module imports from its own stage and those below, and never in a circle.
 STAGES = {
@@ -82,7 +82,9 @@ STAGES = {
     "cli": 5,
     "__main__": 5,
 }
-LAST_STAGE = 6  # kvmask.vllm, and modules that the table does not know yet
+# The rooms that import an engine.
+ENGINES = {"vllm": "vllm", "ascend": "vllm_ascend"}
+LAST_STAGE = 6  # those and what they share, and modules that the table does not know yet
 
 
 def sources():
@@ -180,20 +182,22 @@ def test_no_module_imports_itself_in_a_circle():
 
 
 def test_engine_and_store_are_imported_in_one_place_each():
-    users = {"vllm": set(), "mooncake": set()}
+    users = {"vllm": set(), "vllm_ascend": set(), "mooncake": set()}
     for name in MODULES:
         for module in imported(name):
             top = module.partition(".")[0]
             if top in users:
                 users[top].add(name.partition(".")[0])
-    assert users["vllm"] <= {"vllm"}
+    assert users["vllm"] <= {"vllm", "ascend"}
+    assert users["vllm_ascend"] <= {"ascend"}
     # kvmask.mooncake itself imports it by name, when a store is connected.
     assert users["mooncake"] == set()
 
 
 def importable():
     for module in pkgutil.walk_packages([str(PACKAGE)], "kvmask."):
-        if module.name.startswith("kvmask.vllm") and importlib.util.find_spec("vllm") is None:
+        engine = ENGINES.get(module.name.split(".")[1])
+        if engine is not None and importlib.util.find_spec(engine) is None:
             continue
         if module.name != "kvmask.__main__":
             yield module.name

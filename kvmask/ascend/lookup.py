@@ -1,0 +1,261 @@
+"""The worker's prefix lookup: a lookup plan of kvmask, driven with the worker's backend.
+
+`staged` asks for the keys that decide, all groups and ranks in a few calls. `exact` asks once for
+every key that can matter, in stock's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvmask._core import Bitset, BlockHashes, HitHints, KeyBuilder
+from kvmask.ascend.digests import digests_of
+from kvmask.ascend.releases import current, logger, seams
+from kvmask.ascend.rules import Rules, rules_of
+from kvmask.errors import ArgumentError, HashInputError
+from kvmask.plans import STRATEGIES, GroupScheme, Held, LookupPlan, PlanTools, Scheme, drive
+
+# Prefixes that hints keep, 8 bytes each. A prompt of 131,072 tokens has 512 at most, and a lookup of
+# a new one writes all of them: the table is to stay in the processor's cache.
+HINTS = 1 << 17
+
+_default = {"lookup": "staged"}
+
+
+def check_strategy(lookup: Any) -> str:
+    """Refuse what is no lookup strategy."""
+    if lookup not in STRATEGIES:
+        raise ArgumentError(f"`lookup` must be one of {STRATEGIES}, got {lookup!r}")
+    return str(lookup)
+
+
+def set_default(lookup: str) -> None:
+    """The strategy of all workers."""
+    _default["lookup"] = check_strategy(lookup)
+
+
+class Backend:
+    """A backend of AscendStore as plans call a store: any that has `exists`.
+
+    Args:
+        worker: Whose backend it is. A worker may connect late, so it is looked at on every call.
+    """
+
+    __slots__ = ("_worker",)
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+
+    def batch_is_exist(self, keys: list[str]) -> Sequence[int]:
+        """1 for every key that the store has."""
+        answers: Sequence[int] = self._worker.m_store.exists(keys)
+        return answers
+
+
+def _stays(worker: Any, why: str) -> None:
+    """Say once per worker and reason that a lookup is stock's."""
+    said = worker.__dict__.setdefault("_kvmask_said", set())
+    if why not in said:
+        said.add(why)
+        logger.info("AscendStore's own lookup stays: %s", why)
+
+
+def _with_coordinator(worker: Any, ids: list[int]) -> Rules | None:
+    """Rules of a lookup over all groups."""
+    coord, db = worker.cache_coordinator, worker.token_database
+    if sorted(ids) != list(range(worker.num_kv_cache_groups)):
+        _stays(worker, "it is asked for some of the cache groups")
+        return None
+    rules = rules_of(coord)
+    if rules is None:
+        _stays(worker, "a cache group is of a kind that kvmask does not know")
+        return None
+    release = current()
+    families = db.group_cache_families.get("kv", {})
+    for i, (_, size, _, _, cacheable, _) in enumerate(rules.rows):
+        ratio = release.ratio(families.get(i, "default"))
+        if cacheable and db.get_block_size(i) * ratio != size:
+            _stays(worker, "keys and masks have blocks of different sizes")
+            return None
+    unit = rules.hash_block_size
+    if release.digests_digests and any(row[4] and row[1] != unit for row in rules.rows):
+        _stays(worker, "blocks of several hash blocks have digests of their own")
+        return None
+    if db.hash_block_size != unit or db.cache_coordinator is not coord:
+        _stays(worker, "keys and masks have different hash blocks")
+        return None
+    return rules
+
+
+def _without_coordinator(worker: Any, ids: list[int]) -> Rules | None:
+    """Rules of a lookup that takes each group's longest prefix."""
+    db = worker.token_database
+    states = worker.group_uses_align_state
+    families = db.group_cache_families.get("kv", {})
+    unit, alignment = db.hash_block_size, worker.cache_transfer_granularity
+    sizes = [db.get_block_size(i) for i in ids]
+    if len(set(ids)) < len(ids) or any(i < len(states) and states[i] for i in ids):
+        _stays(worker, "recurrent states without a coordinator")
+        return None
+    if any(current().ratio(families.get(i, "default")) != 1 for i in ids):
+        _stays(worker, "a compressed cache family without a coordinator")
+        return None
+    if current().digests_digests and any(size != unit for size in sizes):
+        _stays(worker, "blocks of several hash blocks have digests of their own")
+        return None
+    if alignment < 2 or any(size % unit or alignment % size for size in sizes):
+        _stays(worker, "block sizes that do not divide each other")
+        return None
+    rows = [("full", size, 0, False, True, k) for k, size in enumerate(sizes)]
+    return Rules(rows, unit, alignment)
+
+
+def _names(worker: Any, group: int, prefix: str, merged: bool) -> list[str]:
+    """The prefix in every rank namespace that must hold a block, in stock's order."""
+    if merged:
+        return list(worker._expand_lookup_key_variants(prefix, group, True))
+    if current().names_contexts:
+        return list(worker._expand_lookup_keys_by_rank([prefix], group))
+    heads = [prefix] + [
+        prefix.replace("@head_or_tp_rank:0", f"@head_or_tp_rank:{rank}", 1)
+        for rank in range(1, worker.get_group_tp_size(group))
+    ]
+    return heads + [
+        head.replace("@pp_rank:0", f"@pp_rank:{rank}", 1)
+        for rank in range(1, worker.pp_size)
+        for head in heads
+    ]
+
+
+class Place:
+    """What lookups of one worker over some groups are made with."""
+
+    __slots__ = ("rules", "scheme", "tools")
+
+    def __init__(self, worker: Any, ids: list[int], rules: Rules, merged: bool) -> None:
+        self.rules = rules
+        groups = []
+        for k, (kind, size, span, _, cacheable, _) in enumerate(rules.rows):
+            names: list[str] = []
+            if cacheable:
+                group = k if merged else ids[k]
+                prefix = worker.token_database._get_key_prefix(group)
+                names = _names(worker, group, prefix, merged)
+            groups.append(
+                GroupScheme(
+                    k,
+                    str(k),
+                    kind,
+                    size,
+                    span=span,
+                    cacheable=cacheable,
+                    namespaces=tuple(map(KeyBuilder, names)),
+                )
+            )
+        coord: Any = rules
+        self.scheme = Scheme(coord, tuple(groups), covers=False)
+        self.tools = {
+            "staged": PlanTools(hints=HitHints(HINTS), stats=False, log=None),
+            "exact": PlanTools(stats=False, log=None),
+        }
+
+
+def _place(worker: Any, ids: list[int]) -> Place | None:
+    """The place of lookups over these groups; None leaves them to stock."""
+    db, coord = worker.token_database, worker.cache_coordinator
+    stamp = (
+        tuple(ids),
+        worker.tp_size,
+        worker.pp_size,
+        getattr(worker, "dcp_size", 1),
+        worker.cache_transfer_granularity,
+        tuple(worker.get_group_tp_size(i) for i in ids),
+        tuple(db._get_key_prefix(i) for i in ids),
+        tuple(db.get_block_size(i) for i in ids),
+        None if coord is None else rules_of(coord),
+    )
+    places = worker.__dict__.setdefault("_kvmask_places", {})
+    if stamp in places:
+        found: Place | None = places[stamp]
+        return found
+    merged = coord is not None
+    rules = _with_coordinator(worker, ids) if merged else _without_coordinator(worker, ids)
+    place = None
+    try:
+        place = None if rules is None else Place(worker, ids, rules, merged)
+    except (ArgumentError, TypeError) as error:
+        _stays(worker, str(error))
+    if len(places) > 16:
+        places.clear()
+    places[stamp] = place
+    return place
+
+
+def _held(place: Place, tokens: int, num_tokens: int) -> Held | None:
+    """What the accelerator holds: every group's blocks below its hit, as stock counts them."""
+    if tokens <= 0 or place.rules is None:
+        return None
+    tokens = min(tokens, num_tokens)
+    return Held(tuple(Bitset.ones(tokens // g.block_size) for g in place.scheme.groups), 0)
+
+
+def lookup_scheduler(
+    self: Any,
+    token_len: int,
+    block_hashes: Any,
+    kv_cache_group_ids: list[int] | None = None,
+    use_layerwise: bool = False,
+    hbm_hit_tokens: int = 0,
+) -> int:
+    """How many tokens of a prefix the store can give, over every rank that holds a part of it.
+
+    A store that raises, or whose answer does not fit the call, gives no hit.
+    """
+    ids = list(kv_cache_group_ids or [0])
+    place: Place | None = None
+    digests: BlockHashes | None = None
+    if use_layerwise:
+        _stays(self, "layerwise transfer")
+    else:
+        try:
+            place = _place(self, ids)
+        except Exception as error:
+            _stays(self, f"{type(error).__name__}: {error}")
+    if place is not None:
+        digests = digests_of(block_hashes)
+        # Stock fails where it looks past the last digest, which depends on the groups.
+        if digests is not None and len(digests) < token_len // place.rules.hash_block_size:
+            digests = None
+    if place is None or digests is None:
+        stock = seams.stock("worker.lookup_scheduler")
+        return stock(self, token_len, block_hashes, ids, use_layerwise, hbm_hit_tokens)
+    held = 0
+    if self.cache_coordinator is None:
+        token_len = min(token_len, self.max_model_len)
+    else:
+        held = hbm_hit_tokens
+    num_tokens = place.rules.align(max(0, token_len))
+    strategy = _default["lookup"]
+    try:
+        plan = LookupPlan(
+            place.scheme,
+            digests,
+            num_tokens + 1,  # stock leaves no token to compute, and its scheduler takes care of it
+            held=_held(place, held, token_len),
+            strategy=strategy,
+            tools=place.tools[strategy],
+        )
+        hit = drive(plan, Backend(self))
+    except HashInputError:
+        stock = seams.stock("worker.lookup_scheduler")
+        return stock(self, token_len, block_hashes, ids, use_layerwise, hbm_hit_tokens)
+    except Exception as error:
+        logger.error(
+            "AscendStore's backend failed in a lookup: %s: %s", type(error).__name__, error
+        )
+        return 0
+    if hit.cause is not None:
+        logger.error("AscendStore's backend gave no usable answer to a lookup: %s", hit.cause)
+        return 0
+    return int(hit.length)

@@ -1,0 +1,135 @@
+"""Features: what an adapter replaces together, and where a release allows it.
+
+A feature fits a release when all seams that it replaces or relies on are as that release has them.
+What does not fit stays the engine's own, and one line of the log says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from kvmask.engines.seams import Seams
+from kvmask.errors import UnsupportedReleaseError
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """What is replaced together.
+
+    Attributes:
+        name: For the log.
+        replaces: Seams that get kvmask's functions.
+        relies: Seams that those call, or answer for.
+    """
+
+    name: str
+    replaces: tuple[str, ...]
+    relies: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """What fits the engine.
+
+    Attributes:
+        release: The release whose seams the engine has.
+        features: What fits it, in the table's order.
+        stock: Feature to what is the matter with it.
+    """
+
+    release: str
+    features: tuple[Feature, ...]
+    stock: Mapping[str, list[str]]
+
+    @property
+    def seams(self) -> frozenset[str]:
+        """The seams to replace."""
+        return frozenset(name for feature in self.features for name in feature.replaces)
+
+    def line(self, engine: str, version: str) -> str:
+        """The line of the log: what is in place and what stays."""
+        text = (
+            f"kvmask is in place in {engine} {version}, whose functions are those of "
+            f"{self.release}: {', '.join(f.name for f in self.features)}"
+        )
+        for name, changed in self.stock.items():
+            more = "; ..." if len(changed) > 3 else ""
+            text += f". Stock stays: {name} ({'; '.join(changed[:3])}{more})"
+        return text
+
+
+class Table:
+    """Digests of the seams of every known release.
+
+    Args:
+        releases: Oldest first.
+        text: One line per seam: its name, then per release its digest, ``-`` where nothing relies
+            on it, or several digests joined by ``|``.
+        features: What can be replaced.
+    """
+
+    def __init__(self, releases: Iterable[str], text: str, features: Iterable[Feature]) -> None:
+        self.releases = tuple(releases)
+        self.features = tuple(features)
+        self._rows: dict[str, list[str]] = {}
+        for line in text.strip().splitlines():
+            name, *digests = line.split()
+            self._rows[name] = digests
+
+    def digests(self, release: str, feature: Feature | None = None) -> dict[str, str]:
+        """Seam to digest in a release: all that matter there, or those of one feature."""
+        column = self.releases.index(release)
+        known = {name: row[column] for name, row in self._rows.items() if row[column] != "-"}
+        if feature is None:
+            return known
+        return {n: known[n] for n in (*feature.replaces, *feature.relies) if n in known}
+
+    def _exists(self, release: str, feature: Feature) -> bool:
+        """Whether kvmask has this feature for a release."""
+        known = self.digests(release)
+        return all(name in known for name in feature.replaces)
+
+    def fit(self, seams: Seams, engine: str, version: str) -> Placed:
+        """The release that most features fit, the newest of equals.
+
+        Raises:
+            UnsupportedReleaseError: None fits any; the message names what changed.
+        """
+        best: Placed | None = None
+        for release in reversed(self.releases):
+            changed = {
+                f.name: seams.differences(self.digests(release, f))
+                for f in self.features
+                if self._exists(release, f)
+            }
+            found = Placed(
+                release,
+                tuple(f for f in self.features if changed.get(f.name) == []),
+                {name: what for name, what in changed.items() if what},
+            )
+            if best is None or _rank(found) > _rank(best):
+                best = found
+        if best is None or not best.features:
+            what = (
+                sorted({text for changed in best.stock.values() for text in changed})
+                if best
+                else []
+            )
+            shown = "; ".join(what[:8]) + ("; ..." if len(what) > 8 else "")
+            raise UnsupportedReleaseError(
+                f"kvmask was checked against {engine} {', '.join(self.releases)}; "
+                f"in the installed {version} {shown}"
+            )
+        return best
+
+
+def _rank(placed: Placed) -> tuple[int, int]:
+    return len(placed.features), -sum(map(len, placed.stock.values()))
+
+
+def log_placed(logger: logging.Logger, placed: Placed, engine: str, version: str) -> None:
+    """Write the one line."""
+    write = logger.warning if placed.stock else logger.info
+    write("%s", placed.line(engine, version))
