@@ -5,11 +5,24 @@ Every message names the argument, the rule and the values, as in
 
 Argument errors are also `ValueError`; a broken size rule (something that must divide something
 else) is also an `AssertionError`, because that is what connector code written against vLLM expects.
+
+A value can be of any size, a message cannot: its middle is left out where it is long.
 """
+
+# Room for the end of a server's log; a line of a log takes less.
+_HEAD, _TAIL = 3000, 900
+
+
+def _cut(text: str) -> str:
+    left = len(text) - _HEAD - _TAIL
+    return text if left <= 100 else f"{text[:_HEAD]}... {left} characters ...{text[-_TAIL:]}"
 
 
 class KVMaskError(Exception):
     """Base of every exception that kvmask raises on purpose."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(_cut(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ArgumentError(KVMaskError, ValueError):

@@ -14,7 +14,7 @@ from kvmask.errors import PlanStateError, StoreError
 from kvmask.layout import merge_ranges
 from kvmask.mooncake.codes import code_name
 from kvmask.mooncake.policy import MooncakePolicy
-from kvmask.plans.calls import Plan, drive
+from kvmask.plans.calls import EXISTS, Plan, drive
 from kvmask.plans.costs import DEFAULT_COSTS, CostModel
 from kvmask.plans.load import LoadPlan
 from kvmask.plans.lookup import LookupPlan
@@ -70,6 +70,8 @@ class KVTransfer:
             raise TypeError(
                 f"`contract` must be a Contract or a bound contract, got {type(contract).__name__}"
             )
+        if not callable(getattr(store, EXISTS, None)):
+            raise TypeError(f"`store` must have a store's calls, got {type(store).__name__}")
         self.store = store
         self.contract = contract
         self.tools = PlanTools(

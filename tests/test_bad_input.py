@@ -31,8 +31,18 @@ from kvmask import (
     SlidingWindow,
     StrictKeys,
     VllmKeys,
+    hash_tokens,
 )
-from kvmask._core import KeyBuilder, LookupCore, Regions, build_keys, plan_blocks
+from kvmask._core import (
+    CoordinatorCore,
+    KeyBuilder,
+    LookupCore,
+    Regions,
+    build_keys,
+    held_blocks,
+    plan_blocks,
+    present_bits,
+)
 from kvmask.errors import (
     AlignmentError,
     ArgumentError,
@@ -502,3 +512,101 @@ def test_regions_of_wrong_kinds():
     for count in (0, -1, 1 << 63):
         with pytest.raises(LayoutError):
             Regions([(4096, 1, 1)], count)
+
+
+def test_regions_and_rows_of_wrong_lengths():
+    for region in ((1, 2), (1, 2, 3, 4), 5, None, "abc"):
+        with pytest.raises(LayoutError, match=r"`regions\[0\]` must be 3 integers, got"):
+            Regions([region], 4)
+    for row in ("a", 5, (1, 2), None):
+        with pytest.raises(TypeError, match="`groups` must hold rows of 6 values, got"):
+            CoordinatorCore([row], 16, 16, None, partial=False)
+    for kind in ("x", [], None):
+        with pytest.raises(ArgumentError, match="`kind` must be one of full, window"):
+            CoordinatorCore([(kind, 16, 0, False, True, 0)], 16, 16, None, partial=False)
+        with pytest.raises(ArgumentError, match="`kind` must be one of full, window"):
+            held_blocks(kind, 16, 16, 0, 4)
+
+
+def test_what_holds_digests_is_a_set():
+    for wrong in ([], {}, 5, "ab"):
+        with pytest.raises(TypeError, match="`exists` must be a set or None, got"):
+            present_bits(HASHES, wrong, 0, 1, 4)
+
+
+def test_mappings_and_stores_of_wrong_kinds():
+    for wrong in (None, 5, "ab", [1]):
+        for call in (
+            lambda w=wrong: StrictKeys("m", facts=w),
+            lambda w=wrong: StrictKeys("m").with_facts(w),
+            lambda w=wrong: StrictKeys("m", facts=w, facts_digest="0" * 16),
+            lambda w=wrong: StrictKeys("m", tags=w),
+            lambda w=wrong: KVTransfer(w, CONTRACT),
+        ):
+            with pytest.raises(TypeError):
+                call()
+    with pytest.raises(TypeError, match="`facts_digest` must be a str, got int"):
+        StrictKeys("m", facts_digest=5)
+
+
+LONG = "x" * 5_000_000
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: StrictKeys("m", facts={"a": [LONG]}),
+        lambda: StrictKeys("m", facts={LONG: [1]}),
+        lambda: StrictKeys(LONG + "\ud800"),
+        lambda: StrictKeys.parse(LONG),
+        lambda: VllmKeys("m", release=LONG),
+        lambda: look(strategy=LONG),
+        lambda: look(held={LONG: 1}),
+        lambda: Bitset([LONG]),
+        lambda: Bitset([1]).index(LONG),
+        lambda: Bitset.from_indices(0, [LONG]),
+        lambda: Contract({"a": FullAttention(16)}, 16, VllmKeys("m"), states=LONG),
+    ],
+)
+def test_long_values_are_cut(call):
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert 20 < len(str(caught.value)) < 4200
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda n: StrictKeys("m", facts={"a": n}), ArgumentError),
+        (lambda n: Bitset([n]), ArgumentError),
+        (lambda n: Bitset([1])[n], IndexError),
+        (lambda n: Bitset([1]).index(n), ValueError),
+        (lambda n: Bitset.from_indices(0, [n]), ArgumentError),
+        (lambda n: HASHES[n], IndexError),
+        (lambda n: hash_tokens([n]), HashInputError),
+        (lambda n: hash_tokens([-n]), HashInputError),
+    ],
+)
+def test_integers_of_many_digits(call, error):
+    """Python itself refuses to write them out."""
+    with pytest.raises(error, match="bits"):
+        call(1 << 30_000)
+
+
+def test_messages_keep_both_ends():
+    error = ArgumentError("a" * 10_000 + "end")
+    assert str(error).startswith("aaa")
+    assert str(error).endswith("end")
+    assert "... 6103 characters ..." in str(error)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_keys_that_would_break_a_line_of_a_log():
+    odd = VllmKeys("m\nERROR all is lost\x1b[2J")
+    contract = Contract(GROUPS, 16, odd, hashing=None)
+    plan = SavePlan(contract.bind([LAYOUT] * 2), HASHES, [[1, 2, 3, 4]] * 2, 64)
+    while plan.next_call() is not None:
+        plan.fail(OSError("gone"))
+    for shown in (str(plan.result), repr(plan.result.failures[0])):
+        assert shown.isprintable()
+        assert r"m\nERROR" in shown

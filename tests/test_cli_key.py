@@ -133,3 +133,23 @@ def test_words_that_are_no_numbers(tmp_path, capsys):
     path.write_text("[1, 2, x]")
     assert main(["key", "--model", "m", "--tokens", str(path)]) == 1
     assert "`--tokens` must hold integers" in capsys.readouterr().err
+
+
+def test_text_that_is_not_printable(tokens, capsys):
+    args = ["key", "--model", "m\nx\x1b[2J", "--tokens", tokens]
+    assert main(args) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert r"m\nx\x1b[2J@" in lines[0]
+    assert main([*args, "--json"]) == 0
+    key = json.loads(capsys.readouterr().out)[0]["key"]
+    assert key.startswith("m\nx\x1b[2J@")
+    assert main(["key", "--engine", "vllm", key]) == 0
+    assert r"m\nx\x1b[2J" in capsys.readouterr().out
+
+
+def test_deep_nesting(tmp_path, capsys):
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 100_000)
+    assert main(["key", "--model", "m", "--tokens", str(path)]) == 1
+    assert "`--tokens` must hold integers" in capsys.readouterr().err

@@ -65,7 +65,7 @@ def held_blocks(kind, block_size, span, item, n):
             km_fill(bits.words, blocks, km_words(blocks) * 64, False)
         return bits
     memset(&group, 0, sizeof(group))
-    group.kind = _KINDS[kind]
+    group.kind = <km_kind>as_kind(kind)
     group.block_size = as_int64(block_size, "block_size", 1, c_max_tokens)
     group.span = as_int64(span, "span", 0 if kind in ("full", "state") else 1, c_max_tokens)
     km_fill_held(&group, as_int64(item, "held", 0, c_max_tokens), 1, bits.words, blocks)

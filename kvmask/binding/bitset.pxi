@@ -62,7 +62,7 @@ cdef bint as_bool(object item, Py_ssize_t i) except -1:
         return 1 if item else 0
     elif isinstance(item, _numbers.Integral) and (item == 0 or item == 1):
         return 1 if item else 0
-    raise ArgumentError(f"`bools` must hold only True and False, got {item!r} at index {i}")
+    raise ArgumentError(f"`bools` must hold only True and False, got {shown(item)} at index {i}")
 
 
 cdef class Bitset:
@@ -145,7 +145,7 @@ cdef class Bitset:
         cdef Bitset self = new_bitset(as_int64(n, "n", 0, c_max_bits))
         if self.n == 0:
             for i in indices:
-                raise ArgumentError(f"`indices` must be empty for `n` 0, got {i!r}")
+                raise ArgumentError(f"`indices` must be empty for `n` 0, got {shown(i)}")
             return self
         for i in indices:
             km_set(self.words, as_int64(i, "indices", 0, self.n - 1))
@@ -224,7 +224,7 @@ cdef class Bitset:
         if i < 0:
             i += self.n
         if not 0 <= i < self.n:
-            raise IndexError(f"bitset index {key} out of range for {self.n} bits")
+            raise IndexError(f"bitset index {shown(key)} out of range for {self.n} bits")
         return bool(km_get(self.words, i))
 
     cdef void copy_range(self, Bitset out, int64_t start) noexcept:
@@ -301,7 +301,7 @@ cdef class Bitset:
             found = km_next(self.words, low, high, bool(value))
             if found < high:
                 return found
-        raise ValueError(f"{value!r} is not in the bitset")
+        raise ValueError(f"{shown(value)} is not in the bitset")
 
     def indices(self):
         """Positions of the set bits, ascending, as a list of int.

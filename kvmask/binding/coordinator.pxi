@@ -9,6 +9,12 @@ cdef int64_t c_max_tokens = MAX_TOKENS
 cdef dict _KINDS = {"full": KM_FULL, "window": KM_WINDOW, "chunked": KM_CHUNKED, "state": KM_STATE}
 
 
+cdef int as_kind(object kind) except -1:
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ArgumentError(f"`kind` must be one of {', '.join(_KINDS)}, got {shown(kind)}")
+    return _KINDS[kind]
+
+
 cdef class CoordinatorCore:
     """Arithmetic of kvmask.Coordinator; the facade checks the configuration.
 
@@ -41,8 +47,10 @@ cdef class CoordinatorCore:
             self.retention = as_int64(retention, "retention", 0, c_max_tokens)
         self.partial = bool(partial)
         for i in range(self.n_groups):
+            if not isinstance(rows[i], (tuple, list)) or len(rows[i]) != 6:
+                raise TypeError(f"`groups` must hold rows of 6 values, got {shown(rows[i])}")
             kind, block_size, span, eagle, cacheable, set_index = rows[i]
-            self.groups[i].kind = _KINDS[kind]
+            self.groups[i].kind = <km_kind>as_kind(kind)
             self.groups[i].block_size = as_int64(block_size, "block_size", 1, c_max_tokens)
             self.groups[i].span = as_int64(span, "span", 0, c_max_tokens)
             self.groups[i].eagle = bool(eagle)

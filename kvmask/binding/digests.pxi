@@ -189,7 +189,7 @@ cdef class BlockHashes:
         if i < 0:
             i += self.n
         if not 0 <= i < self.n:
-            raise IndexError(f"index {key} out of range for {self.n} digests")
+            raise IndexError(f"index {shown(key)} out of range for {self.n} digests")
         return self.digest(i)
 
     def __iter__(self):

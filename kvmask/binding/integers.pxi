@@ -10,6 +10,15 @@ cdef object shown_integer(object number):
     return f"{'a negative' if number < 0 else 'an'} integer of {number.bit_length()} bits"
 
 
+cdef object shown(object value):
+    """A value in a message: written out, and cut where it is long."""
+    cdef object text
+    if isinstance(value, int):
+        return shown_integer(value)
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def check_integer(value, str name not None, low=1, high=None, *, error=ArgumentError):
     """An integer argument as a plain int.
 

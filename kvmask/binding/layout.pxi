@@ -59,8 +59,10 @@ cdef class Regions:
         self.num_regions = n
         for i in range(n):
             r = &self.table[i]
-            base, size, stride = regions[i]
             name = f"regions[{i}]"
+            if not isinstance(regions[i], (tuple, list)) or len(regions[i]) != 3:
+                raise LayoutError(f"`{name}` must be 3 integers, got {shown(regions[i])}")
+            base, size, stride = regions[i]
             r.base = check_integer(base, name, 0, most, error=LayoutError)
             r.size = check_integer(size, name, 0, most, error=LayoutError)
             r.stride = check_integer(stride, name, 0, most, error=LayoutError)

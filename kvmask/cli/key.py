@@ -181,6 +181,12 @@ def parts(schema: KeySchema) -> Iterator[tuple[str, Any]]:
             yield field.name, getattr(schema, field.name)
 
 
+def printed(value: object) -> str:
+    """Text on one line: what is not printable is escaped, which `--json` never needs to be."""
+    text = str(value)
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
 def show_parts(key: str, engines: list[str], as_json: bool) -> bool:
     """Print the parts of a key for each engine whose format it fits. False when it fits none."""
     found = []
@@ -197,7 +203,7 @@ def show_parts(key: str, engines: list[str], as_json: bool) -> bool:
         print(json.dumps({"key": key, "readings": found}, default=dict))
     for fields in [] if as_json else found:
         for name, value in fields.items():
-            print(f"{name:16} {value}")
+            print(f"{name:16} {printed(value)}")
         print()
     if not found:
         print(f"kvmask: no key of {', '.join(engines)}: {key!r}", file=sys.stderr)
@@ -263,7 +269,7 @@ def _run(args: argparse.Namespace) -> int:
         print(json.dumps(rows))
         return 0
     for i, key in enumerate(keys):
-        print(f"{i * step:8} {(i + 1) * step:8}  {key}")
+        print(f"{i * step:8} {(i + 1) * step:8}  {printed(key)}")
     left = len(tokens) - len(keys) * step
     print(f"# {len(keys)} keys of {step} tokens, {left} tokens without one", file=sys.stderr)
     return 0

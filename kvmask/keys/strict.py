@@ -54,14 +54,18 @@ def unescape(text: str) -> str:
     return re.sub("%([0-9a-f]{2})", lambda found: chr(int(found[1], 16)), text)
 
 
+def _check_mapping(facts: object) -> None:
+    if not isinstance(facts, Mapping):
+        raise TypeError(f"`facts` must be a mapping, got {type(facts).__name__}")
+
+
 def fingerprint(facts: Mapping[str, str | int | bool | None]) -> str:
     """16 hex digits that stand for facts two engines must agree on to share keys.
 
     >>> fingerprint({"dtype": "bf16"}) == fingerprint({"dtype": "fp8"})
     False
     """
-    if not isinstance(facts, Mapping):
-        raise TypeError(f"`facts` must be a mapping, got {type(facts).__name__}")
+    _check_mapping(facts)
     for name, value in facts.items():
         if isinstance(value, int) and value.bit_length() > 256:
             raise ArgumentError(
@@ -120,6 +124,8 @@ class StrictKeys(KeySchema):
         if not self.model.strip("/"):
             raise KeyFormatError(f"`model` must name a model, got {self.model!r}")
         check_tags(self)
+        check_text(self.facts_digest, "facts_digest")
+        _check_mapping(self.facts)
         digest = self.facts_digest or fingerprint(self.facts)
         if not _FINGERPRINT.fullmatch(digest):
             raise KeyFormatError(f"`facts_digest` must be 16 hex digits, got {digest!r}")
@@ -129,6 +135,7 @@ class StrictKeys(KeySchema):
 
     def with_facts(self, facts: Mapping[str, str | int | bool | None]) -> StrictKeys:
         """The same keys under other facts."""
+        _check_mapping(facts)
         return self._with(facts=dict(facts), facts_digest="")
 
     def with_facts_digest(self, digest: str) -> StrictKeys:

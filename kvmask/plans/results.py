@@ -50,12 +50,18 @@ class BlockFailure:
     cause: BaseException | None = field(default=None, compare=False)
 
 
+def _shown(key: str) -> str:
+    """A key in a line of a log: cut, and with escapes when it would break the line."""
+    key = key[:200]
+    return key if key.isprintable() else repr(key)
+
+
 def describe(failures: Sequence[BlockFailure]) -> str:
     """Failures in short: how many, which codes, the first three keys, the first cause."""
     if not failures:
         return "none"
     codes = sorted({f.code for f in failures})
-    keys = ", ".join(f.key[:200] for f in failures[:3]) + (", ..." if len(failures) > 3 else "")
+    keys = ", ".join(_shown(f.key) for f in failures[:3]) + (", ..." if len(failures) > 3 else "")
     cause = next((f.cause for f in failures if f.cause is not None), None)
     because = "" if cause is None else f" ({repr(cause)[:300]})"
     return f"{len(failures)} with codes {codes[:8]}{because}: {keys}"

@@ -120,7 +120,7 @@ class _Save:
                 "save_put", start, n, num_bytes=call.num_bytes, status="error", num_failed_keys=n
             )
             logger.error(
-                "The Mooncake store failed to put %d keys of request %s (first %s): %s",
+                "The Mooncake store failed to put %d keys of request %s (first %r): %s",
                 n,
                 self.meta.req_id,
                 keys[0],
