@@ -12,8 +12,8 @@ import sys
 VLLM = ("0.32.0", "0.33.0", "0.28.0", "0.24.0")
 #: The release that tests, engines and benches install; of the others only the source is read.
 VLLM_INSTALLED = VLLM[0]
-#: vllm-ascend releases, oldest first: the newest final one and the newest one. Of each the vLLM that
-#: it is tested with: the installed one where its rules are those of its own.
+#: vllm-ascend releases, oldest first (the newest final one and the newest one), and the vLLM that
+#: each is tested with: the installed one where its rules are the same.
 ASCEND = {"0.23.0.post1": "0.23.0", "0.30.0rc2": VLLM_INSTALLED}
 #: Mooncake's client and master.
 MOONCAKE = "0.3.13.post1"

@@ -39,7 +39,7 @@ def in_place() -> dict[str, Any]:
     """What vLLM has at every seam at the moment."""
     found = {}
     for name in seams.PATHS:
-        where = seams._owner(name)
+        where = seams.SEAMS._owner(name)
         if where is not None:
             found[name] = vars(where[0])[where[1]]
     return found
@@ -96,9 +96,9 @@ def test_an_unknown_release_is_refused(
     before = in_place()
     monkeypatch.setattr(releases, "_current", [])
     if now is None:
-        monkeypatch.delitem(seams._stock, seam)
+        monkeypatch.delitem(seams.SEAMS._stock, seam)
     else:
-        monkeypatch.setitem(seams._stock, seam, now)
+        monkeypatch.setitem(seams.SEAMS._stock, seam, now)
     with pytest.raises(UnsupportedReleaseError, match=message) as caught:
         kvmask.vllm.install()
     assert "kvmask was checked against vLLM 0.24, 0.28, 0.32, 0.33" in str(caught.value)
@@ -131,14 +131,14 @@ def test_uninstall_leaves_what_came_on_top() -> None:
 
 def test_a_failure_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     before = in_place()
-    put = seams._put
+    put = seams.SEAMS._put
 
     def stubborn(name: str, function: Any) -> None:
         if name == "receiving.handle_request":
             raise TypeError("cannot set attribute")
         put(name, function)
 
-    monkeypatch.setattr(seams, "_put", stubborn)
+    monkeypatch.setattr(seams.SEAMS, "_put", stubborn)
     with pytest.raises(TypeError):
         kvmask.vllm.install()
     assert in_place() == before
@@ -169,7 +169,7 @@ def test_a_digest_does_not_depend_on_comments(monkeypatch: pytest.MonkeyPatch) -
 
     found = []
     for f in (plain, told, other):
-        monkeypatch.setitem(seams._stock, "window.mask", f)
+        monkeypatch.setitem(seams.SEAMS._stock, "window.mask", f)
         monkeypatch.setattr(
             inspect, "getsource", lambda f, get=inspect.getsource: rename(get(f)), raising=True
         )
@@ -205,7 +205,7 @@ def test_plugin_lets_an_unknown_release_go_on(
 ) -> None:
     monkeypatch.setenv("KVMASK_VLLM", "1")
     monkeypatch.setattr(releases, "_current", [])
-    monkeypatch.setitem(seams._stock, "full.find", changed_rule)
+    monkeypatch.setitem(seams.SEAMS._stock, "full.find", changed_rule)
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda r: records.append(r.getMessage())  # type: ignore[method-assign]

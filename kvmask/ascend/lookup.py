@@ -16,8 +16,8 @@ from kvmask.ascend.rules import Rules, rules_of
 from kvmask.errors import ArgumentError, HashInputError
 from kvmask.plans import STRATEGIES, GroupScheme, Held, LookupPlan, PlanTools, Scheme, drive
 
-# Prefixes that hints keep, 8 bytes each. A prompt of 131,072 tokens has 512 at most, and a lookup of
-# a new one writes all of them: the table is to stay in the processor's cache.
+# Prefixes that hints keep, 8 bytes each. A prompt of 131,072 tokens has at most 512. A lookup of a
+# new one writes all of them: the table is to stay in the processor's cache.
 HINTS = 1 << 17
 
 _default = {"lookup": "staged"}

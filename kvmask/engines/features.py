@@ -70,7 +70,9 @@ class Table:
         features: What can be replaced.
     """
 
-    def __init__(self, releases: Iterable[str], text: str, features: Iterable[Feature]) -> None:
+    def __init__(
+        self, releases: Iterable[str], text: str, features: Iterable[Feature] = ()
+    ) -> None:
         self.releases = tuple(releases)
         self.features = tuple(features)
         self._rows: dict[str, list[str]] = {}

@@ -10,7 +10,9 @@ Whole blocks, by release::
 
     tail  = "@group:" int "@cache_role:" role "@cache_family:" family
     model = the last part of the model's path
-    hex   = the digest of the block's last hash block, lower case
+    hex   = the digest of the block's last hash block, lower case. In 0.21 to 0.24 a block of
+            several hash blocks has a SHA-256 of their digests instead, and in 0.20 all of their
+            digests where they came as text. Give those to the schema as they are.
 
 One layer of a block: "@pp_rank:" int is left out, and the key ends in ``"@" hex "@" layer`` up to
 0.19, in ``"@layer_id:" layer "@" hex`` from 0.20 on. Layers are numbered over the whole model, so

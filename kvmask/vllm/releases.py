@@ -26,6 +26,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from kvmask.engines import Table
 from kvmask.errors import UnsupportedReleaseError
 from kvmask.versions import VLLM, release_of
 from kvmask.vllm import seams
@@ -182,9 +183,7 @@ def detect() -> Release:
 
 def digests(release: str) -> dict[str, str]:
     """Digest of every seam that kvmask replaces or relies on in a release."""
-    column = RELEASES.index(release) + 1
-    rows = (line.split() for line in SEAMS.strip().splitlines())
-    return {row[0]: row[column] for row in rows if row[column] != "-"}
+    return Table(RELEASES, SEAMS).digests(release)
 
 
 def is_stock_coordinator(coord: Any) -> bool:

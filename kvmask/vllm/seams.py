@@ -1,24 +1,13 @@
-"""The seams between kvmask and vLLM: what is replaced or relied on, and whether it is as known.
+"""The seams between kvmask and vLLM: what is replaced or relied on.
 
-A seam is a function of vLLM, named by module and path. Its digest is taken over its source without
-comments, docstring and indentation. `check` compares all of them with what each known release has;
-only when one release fits entirely may anything be put in place.
+See `kvmask.engines.seams`. Only when one release fits entirely may anything be put in place.
 
     python -m kvmask.vllm.seams        # prints the digests of the installed vLLM
 """
 
 from __future__ import annotations
 
-import ast
-import hashlib
-import importlib
-import inspect
-import textwrap
-import threading
-from collections.abc import Callable, Mapping
-from typing import Any
-
-from kvmask.errors import UnsupportedReleaseError
+from kvmask.engines import Seams
 
 _STORE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store."
 _CORE = "vllm.v1.core."
@@ -96,133 +85,17 @@ PATHS: dict[str, str] = {
     "connector.init": _STORE + "connector:MooncakeStoreConnector.__init__",
 }
 
-
-def _owner(name: str) -> tuple[Any, str] | None:
-    """The object that holds a seam and the seam's attribute; None when it is gone."""
-    module, _, path = PATHS[name].partition(":")
-    *owners, attribute = path.split(".")
-    try:
-        holder: Any = importlib.import_module(module)
-        for part in owners:
-            holder = getattr(holder, part)
-    except (ImportError, AttributeError):
-        return None
-    return (holder, attribute) if attribute in vars(holder) else None
-
-
-def _plain(function: Any) -> Any:
-    return function.__func__ if isinstance(function, (staticmethod, classmethod)) else function
-
-
-_stock: dict[str, Any] = {}
-
-
 # The name that another module imported a seam by. Its module is heavy, and is only looked at when
 # something is put in place.
 ALIASES = {"engine.block_hasher": "core.block_hasher"}
 
-
-def _capture() -> None:
-    for name in PATHS:
-        if name in ALIASES:
-            continue
-        place = _owner(name)
-        if place is not None:
-            _stock.setdefault(name, vars(place[0])[place[1]])
-
-
-_capture()
-
-
-def stock(name: str) -> Callable[..., Any]:
-    """vLLM's own function behind a seam, whatever is in its place now."""
-    function: Callable[..., Any] = _stock[name]
-    return function
-
-
-def digest(name: str) -> str:
-    """Digest of a seam's source; empty when the seam is gone or has no source."""
-    found = _stock.get(name)
-    if found is None:
-        return ""
-    try:
-        source = textwrap.dedent(inspect.getsource(_plain(found)))
-        tree = ast.parse(source)
-    except (OSError, TypeError, SyntaxError):
-        return ""
-    drop: set[int] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node):
-            text = node.body[0]
-            drop.update(range(text.lineno, (text.end_lineno or text.lineno) + 1))
-    lines = (line.strip() for i, line in enumerate(source.splitlines(), 1) if i not in drop)
-    code = "\n".join(line for line in lines if line and not line.startswith("#"))
-    return hashlib.sha256(code.encode()).hexdigest()[:10]
-
-
-def differences(known: Mapping[str, str]) -> list[str]:
-    """Seams that are not as known, each with what is the matter."""
-    out = []
-    for name, expected in known.items():
-        found = digest(name)
-        if found != expected:
-            path = PATHS[name].replace(_STORE, "").replace(":", ".")
-            out.append(f"{path} {'has changed' if found else 'is gone'}")
-    return out
-
-
-_lock = threading.Lock()
-_placed: dict[str, Any] = {}
-
-
-def place(replacements: Mapping[str, Any]) -> None:
-    """Put functions in place of vLLM's, all or none.
-
-    Raises:
-        UnsupportedReleaseError: Somebody else has replaced one of them already.
-    """
-    with _lock:
-        for name in replacements:
-            where = _owner(name)
-            if where is None:
-                raise UnsupportedReleaseError(f"{PATHS[name]} is gone")
-            now = vars(where[0])[where[1]]
-            _stock.setdefault(name, _stock.get(ALIASES.get(name, name)))
-            if now is not _stock[name] and now is not _placed.get(name):
-                raise UnsupportedReleaseError(f"{PATHS[name]} was replaced by somebody else")
-        done: list[str] = []
-        try:
-            for name, function in replacements.items():
-                _put(name, function)
-                done.append(name)
-        except BaseException:
-            for name in done:
-                _put(name, _placed.get(name, _stock[name]))
-            raise
-        _placed.update(replacements)
-
-
-def _put(name: str, function: Any) -> None:
-    where = _owner(name)
-    if where is not None:
-        setattr(where[0], where[1], function)
-
-
-def restore() -> None:
-    """Put vLLM's functions back where kvmask's still are."""
-    with _lock:
-        for name, function in list(_placed.items()):
-            where = _owner(name)
-            if where is not None and vars(where[0])[where[1]] is function:
-                _put(name, _stock[name])
-            del _placed[name]
-
-
-def placed() -> bool:
-    """Whether kvmask's functions are in place."""
-    return bool(_placed)
-
+SEAMS = Seams(PATHS, ALIASES, _STORE)
+stock = SEAMS.stock
+digest = SEAMS.digest
+differences = SEAMS.differences
+place = SEAMS.place
+restore = SEAMS.restore
+placed = SEAMS.placed
 
 if __name__ == "__main__":
-    for seam in PATHS:
-        print(f"{seam} {digest(seam) or '-'}")
+    print(SEAMS.report())
