@@ -13,6 +13,7 @@ from kvmask.payload import PayloadFacts
 from kvmask.plans import (
     AbsenceMemo,
     BlockFailure,
+    Breaker,
     Call,
     CostModel,
     LoadPlan,
@@ -37,6 +38,7 @@ __all__ = [
     "BlockHasher",
     "BlockHashes",
     "BoundContract",
+    "Breaker",
     "CacheRequest",
     "Call",
     "ChunkedLocal",

@@ -33,8 +33,10 @@ class Hit:
         store_seconds: Time inside the store's calls.
         other_seconds: Time outside the store's calls.
         unknown: Asked keys that the store gave no usable answer to: they count as not present.
-        cause: What a call of the store raised, which ended the lookup with a length of 0; or a
-            StoreError when an answer did not fit its call; None when neither happened.
+        cause: Why the store did not answer, which ended the lookup with a length of 0: what a call
+            raised, or a StoreError, also when no call was made because the store did not answer a
+            moment ago. A StoreError too when an answer did not fit its call. None when none of it
+            happened.
         held: What the engine held itself when it asked; a load must hold as much.
 
     Two hits are equal when their length, masks and tails are; the rest is not compared.

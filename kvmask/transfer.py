@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from types import TracebackType
 from typing import Any
@@ -14,6 +15,7 @@ from kvmask.errors import PlanStateError, StoreError
 from kvmask.layout import merge_ranges
 from kvmask.mooncake.codes import code_name
 from kvmask.mooncake.policy import MooncakePolicy
+from kvmask.plans.breaker import Breaker
 from kvmask.plans.calls import EXISTS, Plan, drive
 from kvmask.plans.costs import DEFAULT_COSTS, CostModel
 from kvmask.plans.load import LoadPlan
@@ -32,6 +34,7 @@ class KVTransfer:
     Registers every storage of the layouts once, and unregisters them in ``close`` (or at the end
     of a ``with`` block). The store itself stays the caller's. Several threads may use one transfer
     at a time, each with its own requests. ``close`` waits for their calls; a call after it raises.
+    A transfer belongs to the process that made it: in a child that was forked its calls raise.
 
     Args:
         store: A set-up MooncakeDistributedStore, or an object with the same calls (`Store`).
@@ -43,6 +46,9 @@ class KVTransfer:
         memo: Keys not to be asked again for a short time; None asks every time.
         failed_loads: Keys that failed to load, absent in lookups for a stated time; None asks for
             them again.
+        breaker: Remembers that the store does not answer: for some seconds (10) calls fail at once,
+            then one tries again. True makes one, None keeps none. Transfers of one store can share
+            a `Breaker`.
         null_block: Id of the block tables' empty entry, never transferred; None when there is none.
 
     Attributes:
@@ -64,6 +70,7 @@ class KVTransfer:
         hints: HitHints | bool | None = True,
         memo: PresenceMemo | None = None,
         failed_loads: AbsenceMemo | None = None,
+        breaker: Breaker | bool | None = True,
         null_block: int | None = 0,
     ) -> None:
         if not isinstance(contract, Contract | BoundContract):
@@ -80,12 +87,14 @@ class KVTransfer:
             hints=hints,
             memo=memo,
             failed_loads=failed_loads,
+            breaker=breaker,
             null_block=null_block,
         )
         self._registered: list[int] = []
         self._lock = threading.Condition()
         self._running: list[int] = []  # the threads whose calls run
         self._closed = False
+        self._pid = os.getpid()
         try:
             self._register()
         except BaseException:
@@ -126,7 +135,8 @@ class KVTransfer:
     def close(self) -> None:
         """Wait for the calls of other threads, then unregister the storages.
 
-        Calling it again tries again what the store refused, and else does nothing.
+        Calling it again tries again what the store refused, and else does nothing. In a forked
+        child it does nothing at all: the memory is registered for the parent.
 
         Raises:
             PlanStateError: It is called from within a call of this thread, such as by the store or
@@ -134,6 +144,8 @@ class KVTransfer:
             StoreError: The store refuses to unregister a storage. The others are unregistered all
                 the same.
         """
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if threading.get_ident() in self._running:
                 raise PlanStateError("`close` must not be called while this thread's own call runs")
@@ -167,6 +179,13 @@ class KVTransfer:
 
     def _run(self, plan: Plan) -> Any:
         """Run a plan, unless the transfer is closed; `close` waits for it."""
+        if os.getpid() != self._pid:
+            # A store's threads stay behind in a fork: its calls would wait for them for ever. And
+            # the lock may be held by a thread that is not here.
+            raise PlanStateError(
+                "a transfer must be used in the process that made it, "
+                f"got process {os.getpid()} after a fork of {self._pid}"
+            )
         with self._lock:
             if self._closed:
                 raise PlanStateError("the transfer is closed")

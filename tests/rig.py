@@ -88,7 +88,16 @@ def mooncake_tools(**options: Any) -> PlanTools:
     """Tools with Mooncake's policy: options are the policy's, but for those of PlanTools."""
     mine = {
         name: options.pop(name)
-        for name in ("costs", "hints", "memo", "failed_loads", "null_block", "stats", "log")
+        for name in (
+            "costs",
+            "hints",
+            "memo",
+            "failed_loads",
+            "breaker",
+            "null_block",
+            "stats",
+            "log",
+        )
         if name in options
     }
     return PlanTools(MooncakePolicy(**options), **mine)

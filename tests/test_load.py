@@ -38,7 +38,7 @@ from kvmask import (
     SlidingWindow,
 )
 from kvmask.errors import AlignmentError, ArgumentError, BlockIdError
-from kvmask.plans import CALL_FAILED, EXISTS, MALFORMED_ANSWER, Held
+from kvmask.plans import CALL_FAILED, EXISTS, MALFORMED_ANSWER, NOT_TRIED, Held
 
 DSV4 = [
     FullAttention(256),
@@ -382,7 +382,7 @@ def test_the_neutral_policy_renews_nothing_and_cuts_nothing():
 
 
 @pytest.mark.parametrize("call", [EXIST, GET])
-def test_a_call_that_raises_fails_its_keys_alone(call):
+def test_after_a_call_that_raises_none_is_made(call):
     source, target = pair([FullAttention(16)], 16, 64, max_pieces=2)
     hashes = digests(4)
     source.save(hashes, 64)
@@ -395,8 +395,12 @@ def test_a_call_that_raises_fails_its_keys_alone(call):
     else:
         target.store.fail(GET, gone, index=first)
     result = target.load(hashes, hit)
-    assert result.loaded == 3
-    assert [(f.code, f.cause) for f in result.failures] == [(CALL_FAILED, gone)]
+    assert result.loaded == 0
+    assert [(f.code, f.cause) for f in result.failures] == [
+        (CALL_FAILED, gone),
+        *[(NOT_TRIED, gone)] * 3,
+    ]
+    assert target.store.counts[GET] == first + 1
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_store import FakeStore
+from fake_store import RPC_FAIL, FakeStore
 from fuzz_lookup import random_group
 from reference import ReferenceCoordinator
 from rig import digests, scheme_of
@@ -324,7 +324,7 @@ def check_save(
             present += 1
             assert key not in failed
         elif not kind:  # never put, and never by oversight
-            assert failed[key].code in (STOP, OVERSIZE, CALL_FAILED)
+            assert failed[key].code in (STOP, OVERSIZE, CALL_FAILED, NOT_TRIED)
         elif kind == "failed":
             assert failed[key].code == code
             assert (failed[key].cause is not None) == (code == CALL_FAILED)
@@ -374,9 +374,10 @@ def check_lookup(
     assert set(asked.values()) <= {1}, "a key was asked twice"
     yes: set[str] = set()
     unknown = 0
-    cause = None
+    cause: Any = None
     for name, names, answer in record:
         assert name == EXISTS
+        assert cause in (None, MALFORMED_ANSWER), "a store that does not answer was asked again"
         if isinstance(answer, Exception):
             cause = answer
             unknown += len(names)
@@ -385,13 +386,16 @@ def check_lookup(
         unknown += sum(a < 0 for a in answer)
         if MALFORMED_ANSWER in answer and cause is None:
             cause = MALFORMED_ANSWER
+        if plan._tools.policy.outage(answer):
+            cause = RPC_FAIL
     assert (hit.asked, hit.probes) == (len(asked), len(record))
     assert (hit.present, hit.unknown) == (len(yes), unknown)
     assert hit.answered == (unknown == 0 and cause is None)
     if isinstance(cause, Exception):
         assert (hit.length, hit.cause) == (0, cause)
     elif cause is not None:
-        assert hit.cause.code == MALFORMED_ANSWER
+        assert hit.cause.code == cause
+        assert hit.length == 0 or cause == MALFORMED_ANSWER
     else:
         assert hit.cause is None
     assert hit.length < max(case.tokens + 1, 1)

@@ -23,8 +23,8 @@ from rig import (
 )
 
 from kvmask import ChunkedLocal, FullAttention, Mamba, RankGrid, SavePlan, SlidingWindow
-from kvmask.errors import ArgumentError, BlockIdError, PlanStateError
-from kvmask.plans import CALL_FAILED, EXISTS, MALFORMED_ANSWER
+from kvmask.errors import ArgumentError, BlockIdError, PlanStateError, StoreError
+from kvmask.plans import CALL_FAILED, EXISTS, MALFORMED_ANSWER, NOT_TRIED
 
 CODES = (0, -1, -200, -400, -500, -600, -703, -705, -800, -900, -12345)
 
@@ -268,20 +268,30 @@ def test_every_planned_key_is_in_one_place(num_pieces, data):
         if rng.random() < 0.2:
             plan.fail(OSError("gone"))
             given_codes.update(dict.fromkeys(keys, CALL_FAILED))
-            continue
+            assert plan.next_call() is None
+            break
         codes = [rng.choice(CODES) if rng.random() < 0.4 else 0 for _ in keys]
         given_codes.update(zip(keys, codes, strict=True))
         told += plan.feed(codes)
+        if set(codes) == {-900}:
+            assert plan.next_call() is None
+            break
     result = plan.result
+    untried = set(plan.keys) - held - set(given_codes)
+    given_codes.update(dict.fromkeys(untried, NOT_TRIED))
     assert result.stored + result.present + len(result.failures) == len(plan.keys)
     assert set(given_codes) == set(plan.keys) - held
     assert {f.key: f.code for f in result.failures} == {
         k: c for k, c in given_codes.items() if c not in (0, -705)
     }
-    # What `feed` returned, and what `fail` was told, is all that the result names.
+    # What `feed` returned, what `fail` was told and what was not tried: the result names no more.
     by_calls = [f for f in result.failures if f.cause is not None]
     assert {f.key for f in told} | {f.key for f in by_calls} == {f.key for f in result.failures}
-    assert all(f.code == CALL_FAILED and isinstance(f.cause, OSError) for f in by_calls)
+    assert all(
+        isinstance(f.cause, OSError if f.code == CALL_FAILED else OSError | StoreError)
+        and f.code in (CALL_FAILED, NOT_TRIED)
+        for f in by_calls
+    )
     assert result.stored == sum(c == 0 for c in given_codes.values())
     assert result.num_bytes == 64 * result.stored
     # The mark lies at or below the first block that is not stored.

@@ -14,6 +14,7 @@ from kvmask.errors import ArgumentError, MissingDependencyError, StoreError
 from kvmask.mooncake.address import advertised_address, check_hostname
 from kvmask.mooncake.codes import code_name
 from kvmask.mooncake.config import MASTER_ENV, MIB, StoreConfig, parse_size
+from kvmask.mooncake.forks import spare_in_forks
 from kvmask.mooncake.hints import APT_HINT, PIP_HINT
 from kvmask.mooncake.master import LocalMaster
 from kvmask.mooncake.probe import check_servers
@@ -126,6 +127,8 @@ def connect(
 ) -> Any:
     """Connect to a store and return a `mooncake.store.MooncakeDistributedStore` that is set up.
 
+    The store belongs to this process. In a child that was forked, its calls can hang.
+
     Args:
         source: A running `local_master`, settings, or the path of vLLM's JSON file. None takes the
             path from $MOONCAKE_CONFIG_PATH, or without it Mooncake's own variables, such as
@@ -188,4 +191,5 @@ def connect(
             f"{_memory_hint()}",
             code,
         )
+    spare_in_forks(store)
     return store

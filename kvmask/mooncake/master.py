@@ -152,8 +152,8 @@ def local_master(
     """Run a Mooncake master on free loopback ports while the `with` block runs.
 
     At the end of the block only the process that it started is stopped, also if the block raises.
-    If this process ends in another way, for example by SIGKILL, the master is killed. It keeps
-    running if only the thread that started it ends.
+    A forked child leaves it alone. If this process ends in another way, for example by SIGKILL, the
+    master is killed. It keeps running if only the thread that started it ends.
 
     Args:
         program: The `mooncake_master` to run. The default is that of the installed wheel.
@@ -177,6 +177,7 @@ def local_master(
     path = find_master() if program is None else Path(shutil.which(program) or program)
     if path is None:
         raise MissingDependencyError(f"no mooncake_master program found; {PIP_HINT}")
+    owner = os.getpid()
     flags = [*args, *([] if lease_ms is None else [f"--default_kv_lease_ttl={lease_ms}"])]
     with tempfile.TemporaryFile() as log:
         attempts = 3
@@ -192,4 +193,5 @@ def local_master(
         try:
             yield master
         finally:
-            stop(master.process)
+            if os.getpid() == owner:
+                stop(master.process)

@@ -82,6 +82,7 @@ class MooncakePolicy(StorePolicy):
     present_codes = frozenset({int(Code.OBJECT_ALREADY_EXISTS)})
     full_codes = frozenset({int(Code.NO_AVAILABLE_HANDLE)})
     renew_codes = frozenset({int(Code.LEASE_EXPIRED)})
+    outage_codes = frozenset({int(Code.RPC_FAIL)})
 
     def __init__(
         self,

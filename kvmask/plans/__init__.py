@@ -1,5 +1,6 @@
 """Lookup, save, load: pure state machines with one protocol. See `kvmask.plans.calls`."""
 
+from kvmask.plans.breaker import Breaker
 from kvmask.plans.calls import EXISTS, GET, PUT, WAIT, Call, Plan, Store, drive
 from kvmask.plans.costs import DEFAULT_COSTS, CostModel
 from kvmask.plans.held import Held
@@ -32,6 +33,7 @@ __all__ = [
     "AbsenceMemo",
     "Addresses",
     "BlockFailure",
+    "Breaker",
     "Call",
     "CostModel",
     "GroupScheme",

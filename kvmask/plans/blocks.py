@@ -15,7 +15,8 @@ from kvmask._core import (
     read_answers,
 )
 from kvmask.errors import ArgumentError, PlanStateError
-from kvmask.plans.calls import GET, WAIT, Call, check_event, is_wrong_call
+from kvmask.plans.breaker import Breaker, no_answer
+from kvmask.plans.calls import WAIT, Call, check_event, is_wrong_call
 from kvmask.plans.policy import CALL_FAILED, NOT_TRIED, OVERSIZE
 from kvmask.plans.results import BlockFailure, describe
 from kvmask.plans.scheme import GroupScheme, Scheme, scheme_of
@@ -127,6 +128,10 @@ class BlockPlan:
         self._range = (0, 0)
         self._stopped = False
         self._finished = False
+        self._breaker = self._tools.breaker
+        self._begun: int | None = None  # what `Breaker.outages` was when the call was let through
+        self._outage: BaseException | None = None  # why the store is not asked any more
+        self._told: int | None = None  # failures before the outage; those after it say nothing new
 
     def _add(
         self,
@@ -264,6 +269,11 @@ class BlockPlan:
             raise PlanStateError("`feed` must be given the answer before the next call")
         if self._finished:
             return None
+        if self._breaker is not None and self._begun is None:
+            # A wait may lie between this and the call of the store.
+            self._begun = self._breaker.outages
+            if self._breaker.open and self._left():
+                self._enter(self._breaker)
         call = self._next()
         if call is None:
             self._finish()
@@ -274,12 +284,51 @@ class BlockPlan:
     def _next(self) -> Call | None:
         raise NotImplementedError
 
+    def _left(self) -> int:
+        """Calls of the store that are still to be made, as far as they are planned."""
+        return len(self._calls)
+
+    def _enter(self, breaker: Breaker) -> None:
+        """Ask an open breaker whether the next call may be made."""
+        cause = breaker.refusal()
+        self._begun = breaker.outages
+        if cause is not None:
+            self._outage = cause
+            self._told = len(self._failures)
+            self._give_up()
+
+    def _heard(self, codes: list[int] | None = None) -> None:
+        """Note that a call of the store came back, with these codes or with success for all."""
+        if codes is not None and self._policy.outage(codes):
+            self._silent(no_answer(codes))
+        elif self._breaker is not None:
+            begun, self._begun = self._begun, None
+            if self._breaker.open and begun is not None:
+                self._tools.answered(begun)
+
+    def _silent(self, error: BaseException) -> None:
+        """Note that the store did not answer. To be followed by `_give_up`."""
+        self._outage = error
+        self._told = len(self._failures)
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            self._tools.unanswered(error, begun)
+
+    def _give_up(self) -> None:
+        """After a store that did not answer: the rest fails at once."""
+        left = self._left()
+        if left and self._tools.stats is not None:
+            self._tools.stats.add(spared_calls=left)
+        self.stop(cause=self._outage)
+
     def _finish(self) -> None:
         self._finished = True
         self._check_finished()
         log = self._tools.log
-        if self._failures and log is not None:
-            log.warning("%s", f"{type(self).__name__}: {describe(self._failures)}"[:1900])
+        # The breaker's line tells of an outage, whatever fails through it.
+        failures = self._failures if self._breaker is None else self._failures[: self._told]
+        if failures and log is not None:
+            log.warning("%s", f"{type(self).__name__}: {describe(failures)}"[:1900])
 
     def _wait(self) -> Call | None:
         """The wait for the event, once, before memory is first touched."""
@@ -332,7 +381,7 @@ class BlockPlan:
                 self._fail_key(self.position(i), code, cause)
 
     def fail(self, error: BaseException) -> None:
-        """Take what the last call raised: its keys have failed, the next calls are still made.
+        """Take what the last call raised: its keys have failed, and so has all that is left.
 
         Raises:
             PlanStateError: There was no call.
@@ -346,7 +395,12 @@ class BlockPlan:
             self._finish()
             error.partial_result = self.result  # type: ignore[attr-defined]
             raise error
+        if name == WAIT:
+            self._fail_call(name, error)
+            return
+        self._silent(error)
         self._fail_call(name, error)
+        self._give_up()
 
     def _fail_call(self, name: str, error: BaseException) -> None:
         """Record that a call raised."""
@@ -355,8 +409,6 @@ class BlockPlan:
             return
         for i in range(*self._range):
             self._fail_key(self.position(i), CALL_FAILED, error)
-        if name == GET and self._policy.stops_after_failure:
-            self.stop(cause=error)
 
     def _news(self) -> tuple[BlockFailure, ...]:
         """The failures since the last answer."""

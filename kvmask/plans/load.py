@@ -28,7 +28,7 @@ class LoadPlan(BlockPlan):
 
     The plan keeps the layouts, and with them the tensors, alive for as long as it lives. Drive it
     as `kvmask.plans.calls` says. A get that fails does not hide the ones after it, unless the
-    policy says so. A plan belongs to one thread at a time.
+    store did not answer at all or the policy says so. A plan belongs to one thread at a time.
 
     Args:
         source: A bound contract, or a Scheme with memory.
@@ -168,7 +168,8 @@ class LoadPlan(BlockPlan):
         """Take the answer to the last call; of a get only the planned number of bytes is good.
 
         When every key of a get has lost its lease and the policy renews leases, the next calls
-        are an existence call, which renews them, and the get once more.
+        are an existence call, which renews them, and the get once more. When the policy says that
+        the store did not answer, no further call is made.
 
         Returns:
             The failures that came with this answer.
@@ -176,18 +177,22 @@ class LoadPlan(BlockPlan):
         Raises:
             PlanStateError: There was no call.
         """
-        if self._call in (WAIT, EXISTS):
+        if self._call == WAIT:
             self._take()
             return ()
         start, stop = self._range
+        if self._call == EXISTS:
+            return self._feed_renewal(self._read(answer))
         whole = stop - start == len(self._bytes)
         planned = self._bytes if whole else self._bytes[start:stop]
         if all_as_planned(answer, planned):
             self._take()
+            self._heard()
             self._moved += len(planned)
             self._num_bytes += self._call_bytes
             return ()
         given = self._read(answer)
+        self._heard(given)
         renew = self._policy.renew_codes
         again = renew and start not in self._retried and not self._stopped
         if again and all(code in renew for code in given):
@@ -203,9 +208,21 @@ class LoadPlan(BlockPlan):
                 refused = refused or result < 0
                 self._fail_key(self.position(i), result, None)
         news = self._news()
-        if refused and self._policy.stops_after_failure:
+        if self._outage is not None:
+            self._give_up()
+        elif refused and self._policy.stops_after_failure:
             self.stop()
         return news
+
+    def _feed_renewal(self, given: list[int]) -> tuple[BlockFailure, ...]:
+        """Take the answer to an existence call; it says nothing unless it is none."""
+        self._heard(given)
+        if self._outage is not None:
+            self._fail_call(EXISTS, self._outage)
+            news = self._news()
+            self._give_up()
+            return news
+        return ()
 
     def _fail_call(self, name: str, error: BaseException) -> None:
         if name == EXISTS:
@@ -231,7 +248,8 @@ class LoadPlan(BlockPlan):
             if tools.memo is not None:
                 tools.memo.forget(failed)
             if tools.failed_loads is not None:
-                tools.failed_loads.add(failed)
+                # When the store does not answer, no key is to blame.
+                tools.failed_loads.add(failed[: self._told])
 
     @property
     def result(self) -> LoadResult:

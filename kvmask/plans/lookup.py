@@ -9,6 +9,7 @@ from typing import Any
 from kvmask._core import MAX_TOKENS, Bitset, BlockHashes, LookupCore, check_integer, read_answers
 from kvmask.coordinator import Hit
 from kvmask.errors import ArgumentError, PlanStateError, StoreError
+from kvmask.plans.breaker import Breaker, no_answer
 from kvmask.plans.calls import EXISTS, Call, is_wrong_call
 from kvmask.plans.held import held_of
 from kvmask.plans.policy import MALFORMED_ANSWER
@@ -112,6 +113,8 @@ class LookupPlan:
         self._skipped = 0  # keys that memos answered
         self._vouched = 0  # those of them that count as present
         self._spared = 0  # batches that they answered whole
+        self._breaker = self._tools.breaker
+        self._begun = 0  # what `Breaker.outages` was when the call was let through
         self._result: Hit | None = None
 
     @property
@@ -145,9 +148,25 @@ class LookupPlan:
         if not keys:
             self._finish(None)
             return None
+        if self._breaker is not None:
+            if self._breaker.open and self._refused(self._breaker, keys):
+                return None
+            self._begun = self._breaker.outages
         self._call = keys
         self._called_at = time.perf_counter()
         return Call(EXISTS, (keys,))
+
+    def _refused(self, breaker: Breaker, keys: list[str]) -> bool:
+        """Whether an open breaker refuses the call for these keys, which ends the lookup."""
+        cause = breaker.refusal()
+        if cause is None:
+            return False
+        self._skipped += len(keys)  # nobody asks for them
+        self._spared += 1
+        if self._tools.stats is not None:
+            self._tools.stats.add(spared_calls=1)
+        self._finish(cause)
+        return True
 
     def _leave_out(self, keys: list[str]) -> list[str]:
         """The keys that no memo answers; batches that memos answer whole are fed at once."""
@@ -184,7 +203,8 @@ class LookupPlan:
 
         A negative answer, or one that does not fit the call, leaves its keys unknown. They count as
         not present in this lookup, and `Hit.unknown` says how many they are. `Hit.cause` names an
-        answer that does not fit.
+        answer that does not fit. When the policy says that the store did not answer, the lookup
+        ends as if the call had raised.
 
         Raises:
             PlanStateError: There was no call.
@@ -192,19 +212,52 @@ class LookupPlan:
         # The answers can be an object with code of its own: the call is done only when they are
         # read.
         keys = self._taken() if self._call is None else self._call
-        if not self._remembers:
-            self._core.feed(answer)
-            self._taken()
-            return
-        given = read_answers(answer, len(keys))
+        plain = type(answer) is list and not self._remembers  # what the core reads by itself
+        given = answer if plain else read_answers(answer, len(keys))
         if self._call is not keys:
             raise PlanStateError("`feed` must be given an answer once, got it while it was read")
+        if not self._remembers:
+            unknown = self._core.unknown
+            self._core.feed(given)
+            self._taken()
+            if self._core.unknown - unknown == len(keys):
+                self._heard(read_answers(given, len(keys)), 0)
+            elif self._breaker is not None and self._breaker.open:
+                self._tools.answered(self._begun)
+            return
         self._taken()
+        if self._heard(given, len(keys)):
+            return
         if self._tools.memo is not None:
             self._tools.memo.add(k for k, a in zip(keys, given, strict=True) if a == 1)
         self._vouched += self._known.count(1)
         rest = iter(given)
         self._core.feed([next(rest) if k is None else k for k in self._known])
+
+    def _heard(self, codes: list[int], unanswered: int) -> bool:
+        """Note that a call came back. True when it says that the store did not answer, which ends
+        the lookup.
+
+        Args:
+            codes: The answers.
+            unanswered: Keys that the core was not told of.
+        """
+        if self._tools.policy.outage(codes):
+            self._silent(no_answer(codes), unanswered)
+            return True
+        if self._breaker is not None and self._breaker.open:
+            self._tools.answered(self._begun)
+        return False
+
+    def _silent(self, error: BaseException, unanswered: int) -> None:
+        """End the lookup, because the store did not answer."""
+        self._finish(error, unanswered)
+        if self._breaker is not None:
+            self._tools.unanswered(error, self._begun)
+        elif self._tools.log is not None:
+            self._tools.log.warning(
+                "the store failed to answer %d keys of a lookup: %r", self.result.unknown, error
+            )
 
     def fail(self, error: BaseException) -> None:
         """Take what the last call raised: the lookup ends, with a hit of 0 that names the cause.
@@ -214,14 +267,11 @@ class LookupPlan:
             BaseException: ``error`` itself when it says that the call was wrong.
         """
         keys = self._taken()
-        self._finish(error, len(keys))
         if is_wrong_call(error):
+            self._finish(error, len(keys))
             error.partial_result = self._result  # type: ignore[attr-defined]
             raise error
-        if self._tools.log is not None:
-            self._tools.log.warning(
-                "the store failed to answer %d keys of a lookup: %r", len(keys), error
-            )
+        self._silent(error, len(keys))
 
     def _finish(self, cause: BaseException | None, unanswered: int = 0) -> None:
         core = self._core

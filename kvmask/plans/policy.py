@@ -24,6 +24,8 @@ class StorePolicy:
         full_codes: Codes of a put that mean that the store has no room.
         renew_codes: When every key of a get answers with one of these, its lease ran out: the plan
             asks whether the keys exist, which renews it, and gets them once more.
+        outage_codes: When every key of a call answers with one of these, the store did not answer:
+            the plan makes no further call, as after a call that raised.
         stops_after_failure: The first get that fails, wholly or in part, ends a load: keys that
             were not tried have failed too.
         names_groups: Puts name what is evicted together; see `put_arguments`.
@@ -34,6 +36,7 @@ class StorePolicy:
     present_codes: frozenset[int] = frozenset()
     full_codes: frozenset[int] = frozenset()
     renew_codes: frozenset[int] = frozenset()
+    outage_codes: frozenset[int] = frozenset()
     stops_after_failure = False
     names_groups = False
     unique_keys = False
@@ -46,6 +49,11 @@ class StorePolicy:
         """Whether a get's answer says that a key was read whole; both in bytes. Not asked when all
         answers are as planned."""
         return got == planned
+
+    def outage(self, codes: Sequence[int]) -> bool:
+        """Whether a call's codes say that the store did not answer. Not asked when all is well."""
+        none = self.outage_codes
+        return bool(codes) and all(code in none for code in codes)
 
     def cut_put(
         self, num_bytes: Sequence[int], sizes: Sequence[Sequence[int]]

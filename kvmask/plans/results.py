@@ -36,9 +36,9 @@ class BlockFailure:
         block_id: Its entry in the block table.
         key: The key.
         code: The store's return code; for a get also the number of bytes when it was short.
-            `CALL_FAILED` when the call raised or was not made, `MALFORMED_ANSWER` when the answer
-            did not fit the call.
-        cause: What the call raised; None when it answered.
+            `CALL_FAILED` when the call or the wait before it raised, `NOT_TRIED` when none was
+            made, `MALFORMED_ANSWER` when the answer did not fit the call.
+        cause: What the call raised, or why none was made; None when it answered.
     """
 
     group: int

@@ -176,6 +176,10 @@ class SavePlan(BlockPlan):
             if at != i:
                 self._twins.setdefault(at, []).append(i)
 
+    def _left(self) -> int:
+        asks = self._stage == EXISTS and bool(self.keys)
+        return len(self._calls) + asks
+
     def _next(self) -> Call | None:
         if self._stage == EXISTS:
             self._stage = WAIT
@@ -212,7 +216,8 @@ class SavePlan(BlockPlan):
         """Take the answer to the last call.
 
         To the existence call: every key that is not answered with ``1`` will be put, no key twice.
-        To a put: the policy says which codes are success; all else has failed.
+        To a put: the policy says which codes are success; all else has failed. When the policy says
+        that the store did not answer, no further call is made.
 
         Returns:
             The failures that came with this answer.
@@ -226,7 +231,10 @@ class SavePlan(BlockPlan):
             self._feed_exists(answer)
         else:
             self._feed_put(answer)
-        return self._news()
+        news = self._news()
+        if self._outage is not None:
+            self._give_up()
+        return news
 
     def _feed_exists(self, answer: Any) -> None:
         if not self._twins and self._feed_alike(answer):
@@ -234,6 +242,12 @@ class SavePlan(BlockPlan):
         given = read_answers(answer, len(self.keys))
         if self._call != EXISTS:
             raise PlanStateError("`feed` must be given an answer once, got it while it was read")
+        self._heard(given)
+        if self._outage is not None:
+            self._take()
+            for position, code in enumerate(given):
+                super()._fail_key(position, code, self._outage)
+            return
         self._bytes, self._total_bytes = [], 0
         skip = {i for twins in self._twins.values() for i in twins}
         keys: list[str] = []
@@ -276,6 +290,7 @@ class SavePlan(BlockPlan):
         n = len(self.keys)
         if all_answered(answer, n, 1):
             self._take()
+            self._heard()
             self._present = n
             return True
         if not all_answered(answer, n, 0):
@@ -283,6 +298,7 @@ class SavePlan(BlockPlan):
         self._bytes, self._total_bytes = [], 0
         addresses, sizes = self._all_descriptors()
         self._take()
+        self._heard()
         self._put(self.keys, addresses, sizes)
         return True
 
@@ -296,10 +312,12 @@ class SavePlan(BlockPlan):
         start, stop = self._range
         if not self._twins and all_answered(answer, stop - start, 0):
             self._take()
+            self._heard()
             self._moved += stop - start
             self._num_bytes += self._call_bytes
             return
         given = self._read(answer)
+        self._heard(given)
         for i, code in enumerate(given, start):
             twins = self._twins.get(self.position(i), [])
             if self._policy.stored(code):

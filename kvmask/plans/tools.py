@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 from kvmask._core import MAX_TOKENS, HitHints, check_integer
+from kvmask.plans.breaker import Breaker
 from kvmask.plans.costs import DEFAULT_COSTS, CostModel
 from kvmask.plans.memo import AbsenceMemo, PresenceMemo
 from kvmask.plans.metrics import TransferStats
@@ -25,10 +26,13 @@ class PlanTools:
             (8 MiB), None keeps none.
         memo: Keys that are known to be present and need not be asked for a short time.
         failed_loads: Keys that exist and failed to load: absent in lookups for a stated time.
+        breaker: Remembers that the store does not answer; while it does, plans fail without a
+            call. True makes one, None keeps none. Tools of one store share it.
         null_block: The id of a block table's empty entry, which is never transferred; None when
             there is none.
         stats: False keeps no counters.
-        log: Where a plan's failures are logged, once per plan; None logs nothing.
+        log: Where a plan's failures are logged, once per plan; None logs nothing. With a breaker,
+            an outage is logged once when it begins and once when it ends.
 
     Attributes:
         stats: TransferStats, the counters of all plans made with these tools, or None.
@@ -38,7 +42,17 @@ class PlanTools:
         ArgumentError: ``null_block`` is negative.
     """
 
-    __slots__ = ("costs", "failed_loads", "hints", "log", "memo", "null_block", "policy", "stats")
+    __slots__ = (
+        "breaker",
+        "costs",
+        "failed_loads",
+        "hints",
+        "log",
+        "memo",
+        "null_block",
+        "policy",
+        "stats",
+    )
 
     def __init__(
         self,
@@ -48,6 +62,7 @@ class PlanTools:
         hints: HitHints | bool | None = None,
         memo: PresenceMemo | None = None,
         failed_loads: AbsenceMemo | None = None,
+        breaker: Breaker | bool | None = None,
         null_block: int | None = 0,
         stats: bool = True,
         log: logging.Logger | None = logger,
@@ -58,6 +73,7 @@ class PlanTools:
             (hints, HitHints | bool | None, "hints", "HitHints, a bool or None"),
             (memo, PresenceMemo | None, "memo", "a PresenceMemo or None"),
             (failed_loads, AbsenceMemo | None, "failed_loads", "an AbsenceMemo or None"),
+            (breaker, Breaker | bool | None, "breaker", "a Breaker, a bool or None"),
         )
         for thing, kind, name, shown in kinds:
             if not isinstance(thing, kind):
@@ -69,9 +85,39 @@ class PlanTools:
         self.hints = HitHints() if hints is True else hints or None
         self.memo = memo
         self.failed_loads = failed_loads
+        self.breaker = Breaker() if breaker is True else breaker or None
         self.null_block = null_block
         self.log = log
         self.stats = TransferStats() if stats else None
+
+    def unanswered(self, error: BaseException, begun: int) -> None:
+        """Tell the breaker that a call was not answered. A new outage is counted and logged.
+
+        Args:
+            error: Why.
+            begun: `Breaker.outages` when the call began.
+        """
+        breaker = self.breaker
+        if breaker is None or not breaker.failed(error, begun):
+            return
+        if self.stats is not None:
+            self.stats.add(outages=1)
+        if self.log is not None:
+            self.log.warning(
+                "the store does not answer (%s): no call is made for %g s, then one tries again",
+                repr(error)[:300],
+                breaker.seconds,
+            )
+
+    def answered(self, begun: int) -> None:
+        """Tell the breaker that a call was answered. The end of an outage is logged.
+
+        Args:
+            begun: `Breaker.outages` when the call began.
+        """
+        breaker = self.breaker
+        if breaker is not None and breaker.answered(begun) and self.log is not None:
+            self.log.warning("the store answers again")
 
 
 _NO_TOOLS = PlanTools(stats=False)
