@@ -14,6 +14,7 @@ MAX_DIGEST_BYTES: Final[int]
 STEP_TOKENS: Final[int]
 MAX_BLOCK_TOKENS: Final[int]
 
+def shown(value: object) -> str: ...
 def check_integer(
     value: object,
     name: str,

@@ -23,7 +23,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
-from kvmask._core import Regions
+from kvmask._core import Regions, shown
 from kvmask.arrays import ArrayView, check_integer, is_array, view_of
 from kvmask.errors import AlignmentError, LayoutError
 from kvmask.payload import TensorFacts, tensor_facts
@@ -304,7 +304,7 @@ def _views(tensors: Iterable[Any]) -> tuple[tuple[Any, ...], list[ArrayView]]:
 def _integers(values: Any, count: int, name: str) -> tuple[Any, ...]:
     """Check that `values` are `count` unsigned 64 bit integers, and return them as a tuple."""
     if not isinstance(values, (tuple, list)) or len(values) != count:
-        raise LayoutError(f"{name} must be {count} integers, got {values!r}")
+        raise LayoutError(f"{name} must be {count} integers, got {shown(values)}")
     return tuple(check_integer(value, name, 0, 1 << 64) for value in values)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from kvmask._core import check_integer
+from kvmask._core import check_integer, shown
 from kvmask.arrays import ArrayView
 from kvmask.errors import ArgumentError
 
@@ -95,12 +95,12 @@ def check_facts(facts: Any, name: str) -> dict[str, Fact]:
         if isinstance(value, int) and value.bit_length() > MAX_FACT_BITS:
             raise ArgumentError(
                 f"`{name}` must hold integers of at most {MAX_FACT_BITS} bits, "
-                f"got {key!r} with {value.bit_length()}"
+                f"got {shown(key)} with {value.bit_length()}"
             )
         if not isinstance(key, str) or not isinstance(value, str | int | type(None)):
             raise ArgumentError(
                 f"`{name}` must map text to text, integers, booleans or None, "
-                f"got {key!r}: {value!r}"
+                f"got {shown(key)}: {shown(value)}"
             )
         for text in (key, value):
             if isinstance(text, str) and not text.isascii():

@@ -593,6 +593,28 @@ def test_integers_of_many_digits(call, error):
         call(1 << 30_000)
 
 
+def test_values_that_are_nested_deeply():
+    nest: tuple = ()
+    for _ in range(100_000):
+        nest = (nest,)
+    for call, error in (
+        (lambda: StrictKeys("m", facts={"a": nest}), ArgumentError),
+        (lambda: Contract(GROUPS, 16, StrictKeys("m"), facts={"a": nest}), ArgumentError),
+        (lambda: Bitset([nest]), ArgumentError),
+        (lambda: KVLayout.from_regions([nest], 4, storages=[(1, 2)]), LayoutError),
+        (lambda: Regions([nest], 4), LayoutError),
+        (lambda: hash_tokens(range(16), extra_keys=[nest]), HashInputError),
+        (lambda: hash_tokens(range(16), 16, "sha256_cbor", extra_keys=[nest]), HashInputError),
+    ):
+        with pytest.raises(error):
+            call()
+    with pytest.raises(LayoutError, match="must be 3 integers, got a value of tuple"):
+        Regions([nest], 4)
+    numbers = [1 << 30_000]
+    with pytest.raises(ArgumentError, match="got a value of list at index 0"):
+        Bitset([numbers])
+
+
 def test_messages_keep_both_ends():
     error = ArgumentError("a" * 10_000 + "end")
     assert str(error).startswith("aaa")

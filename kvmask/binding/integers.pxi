@@ -10,12 +10,19 @@ cdef object shown_integer(object number):
     return f"{'a negative' if number < 0 else 'an'} integer of {number.bit_length()} bits"
 
 
-cdef object shown(object value):
-    """A value in a message: written out, and cut where it is long."""
+cpdef object shown(object value):
+    """A value in a message: written out, and cut where it is long.
+
+    >>> shown([1, 2])
+    '[1, 2]'
+    """
     cdef object text
     if isinstance(value, int):
-        return shown_integer(value)
-    text = repr(value)
+        return str(shown_integer(value))
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested deeply, or with an integer of many digits
+        return f"a value of {type(value).__name__}"
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvmask._core import KeyBuilder
+from kvmask._core import KeyBuilder, shown
 from kvmask.errors import ArgumentError, KeyFormatError
 from kvmask.keys.base import KeySchema, check_counts, check_tags, check_text, read_digest
 from kvmask.keys.vllm import RANK_PLACES, RANKS
@@ -74,7 +74,8 @@ def fingerprint(facts: Mapping[str, str | int | bool | None]) -> str:
             )
         if not isinstance(name, str) or not isinstance(value, str | int | type(None)):
             raise ArgumentError(
-                f"`facts` must map text to text, integers or None, got {name!r}: {value!r}"
+                "`facts` must map text to text, integers or None, "
+                f"got {shown(name)}: {shown(value)}"
             )
     text = json.dumps(dict(facts), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
