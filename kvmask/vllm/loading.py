@@ -31,10 +31,10 @@ from kvmask.vllm.schemes import ThreadPlans, check_digests, thread_plans
 from kvmask.vllm.seams import stock
 
 
-def _plan(thread: Any, meta: Any, plans: ThreadPlans) -> LoadPlan | None:
+def _plan(thread: Any, meta: Any, plans: ThreadPlans, tails: list[int]) -> LoadPlan | None:
     """The plan for a request's hit; None without digests to name its blocks."""
     spec = meta.load_spec
-    hit = _hit(thread, meta, plans)
+    hit = _hit(thread, meta, plans, tails)
     hashes = digests_of(meta.block_hashes)
     if not len(hashes):
         return None
@@ -53,15 +53,26 @@ def _skip(thread: Any, meta: Any) -> int:
     return int(meta.load_spec.vllm_cached_tokens) // block * block
 
 
-def _hit(thread: Any, meta: Any, plans: ThreadPlans) -> Hit:
-    """The hit that the scheduler found, with the coordinator's masks for it."""
-    spec = meta.load_spec
-    token_len: int = spec.token_len
-    masks = thread.coord.load_mask(meta.block_hashes, token_len)
-    tails = [0] * len(masks)  # the hit itself
+def _tails(thread: Any, spec: Any) -> list[int] | None:
+    """Per group the boundary that names its last block, 0 where that is the hit's own end.
+
+    None when one lies outside the last block, as none of a lookup's does.
+    """
+    token_len = spec.token_len
+    tails = [0] * len(thread.token_databases)
     for boundary in spec.tail_key_boundaries:
         if boundary.num_tokens != token_len:
+            size = thread.token_databases[boundary.group_id].block_size
+            if -(-boundary.num_tokens // size) != -(-token_len // size):
+                return None
             tails[boundary.group_id] = boundary.num_tokens
+    return tails
+
+
+def _hit(thread: Any, meta: Any, plans: ThreadPlans, tails: list[int]) -> Hit:
+    """The hit that the scheduler found, with the coordinator's masks for it."""
+    token_len: int = meta.load_spec.token_len
+    masks = thread.coord.load_mask(meta.block_hashes, token_len)
     coord = thread.coord
     if type(masks[0]) is not Bitset or token_len % coord.lcm_block_size:
         masks, tails = _fitted(plans, masks, tails, token_len)
@@ -107,17 +118,6 @@ def _unusable(failures: Sequence[BlockFailure]) -> Sequence[BlockFailure]:
         return failures
     first = min((f.group, f.block) for f in refused)
     return [f for f in failures if (f.group, f.block) < first] + refused
-
-
-def _tails_are_usual(thread: Any, spec: Any) -> bool:
-    """Whether every tail lies in the last block of its group, as the lookup's own do."""
-    token_len = spec.token_len
-    for boundary in spec.tail_key_boundaries:
-        if boundary.num_tokens != token_len:
-            size = thread.token_databases[boundary.group_id].block_size
-            if -(-boundary.num_tokens // size) != -(-token_len // size):
-                return False
-    return True
 
 
 def _get(thread: Any, req_id: str, plan: LoadPlan, call: Call) -> None:
@@ -170,12 +170,13 @@ def _every_block(thread: Any, meta: Any) -> list[int]:
 def handle_request(self: Any, req_meta: Any) -> None:
     """Load one request's hit; it is finished however the load ends."""
     plans = thread_plans(self, ReceivingPolicy)
-    if plans is None or not _tails_are_usual(self, req_meta.load_spec):
+    tails = None if plans is None else _tails(self, req_meta.load_spec)
+    if plans is None or tails is None:
         stock("receiving.handle_request")(self, req_meta)
         return
     req_id = req_meta.req_id
     try:
-        plan = _plan(self, req_meta, plans)
+        plan = _plan(self, req_meta, plans, tails)
         if plan is not None:
             _drive(self, req_meta, plan)
     except Exception as e:
