@@ -121,11 +121,16 @@ def all_answered(answers, n, value):
 
 
 def all_as_planned(answers, list planned not None):
-    """Whether a list holds the planned numbers of bytes, in their order; see all_answered."""
+    """Whether a list holds the planned numbers of bytes, in their order; see all_answered.
+
+    Numbers of one group are one object, so each is read once where it changes.
+    """
     cdef Py_ssize_t i, n = PyList_GET_SIZE(planned)
     cdef PyObject *answer
-    cdef PyObject *bytes_
+    cdef PyObject *num_bytes
+    cdef PyObject *last = NULL
     cdef int overflow = 0
+    cdef long long wanted = 0
     cdef list given
     if type(answers) is not list:
         return False
@@ -134,13 +139,15 @@ def all_as_planned(answers, list planned not None):
         return False
     for i in range(n):
         answer = PyList_GET_ITEM(given, i)
-        bytes_ = PyList_GET_ITEM(planned, i)
-        if answer is bytes_:
+        num_bytes = PyList_GET_ITEM(planned, i)
+        if answer is num_bytes:
             continue
-        if not PyLong_CheckExact(<object>answer):
+        if num_bytes is not last:
+            last = num_bytes
+            wanted = PyLong_AsLongLongAndOverflow(<object>num_bytes, &overflow)
+        if overflow or not PyLong_CheckExact(<object>answer):
             return False
-        if PyLong_AsLongLongAndOverflow(<object>answer, &overflow) != \
-                PyLong_AsLongLongAndOverflow(<object>bytes_, &overflow) or overflow:
+        if PyLong_AsLongLongAndOverflow(<object>answer, &overflow) != wanted or overflow:
             return False
     return True
 
@@ -151,11 +158,20 @@ def first_repeated(list ids not None):
     Args:
         ids: Plain ints; those that do not fit 64 bits are left to the layout to refuse.
     """
-    cdef Py_ssize_t n = PyList_GET_SIZE(ids), i
+    cdef Py_ssize_t n = PyList_GET_SIZE(ids), i = 0
     cdef uint64_t slot, mask = 15
-    cdef long long value
+    cdef long long value = -1, before
     cdef int overflow = 0
     cdef int64_t *slots
+    # Ids that ascend, as those of a young pool do, cannot repeat.
+    while i < n:
+        before = value
+        value = PyLong_AsLongLongAndOverflow(<object>PyList_GET_ITEM(ids, i), &overflow)
+        if overflow or value <= before:
+            break
+        i += 1
+    else:
+        return -1
     while mask < 2 * <uint64_t>n:
         mask = 2 * mask + 1
     # Position of the id plus one, by a hash of the id; 0 is empty.

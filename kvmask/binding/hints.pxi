@@ -52,9 +52,13 @@ cdef class HitHints:
 
     cdef uint64_t tag(self, BlockHashes hashes, int64_t index) except? 0:
         """Eight bytes of a digest, mixed: a caller's digests need not be uniform."""
-        cdef Py_ssize_t size
-        cdef const unsigned char *data = hashes.at(index, &size)
+        cdef Py_ssize_t size = hashes.size
+        cdef const unsigned char *data
         cdef uint64_t value = 0
+        if hashes.items is None:
+            data = hashes.data + index * size
+        else:
+            data = hashes.at(index, &size)
         memcpy(&value, data, min(size, <Py_ssize_t>sizeof(value)))
         value *= 0x9E3779B97F4A7C15ULL
         value ^= value >> 32
