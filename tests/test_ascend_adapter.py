@@ -19,6 +19,7 @@ if not ascend_world.wanted():
 ascend_world.modules()
 
 import kvmask.ascend
+from kvmask import _plugin
 from kvmask.ascend import database, lookup, masks, releases, rules
 from kvmask.ascend.install import REPLACEMENTS
 from kvmask.errors import ArgumentError, BlockIdError, UnsupportedReleaseError
@@ -257,3 +258,22 @@ def test_new_buffers_make_new_tables() -> None:
     db.set_group_buffers({0: [8192]}, {0: [32]}, {0: [48]})
     assert database.prepare_value(db, 16, 24, [1, 2]) == ([8192 + 96], [16], 2)
     assert database.prepare_value(db, 16, 24, [1, 2], cache_role="state") == ([], [], 2)
+
+
+def test_the_plugin_acts_only_when_it_is_switched_on(monkeypatch: Any) -> None:
+    monkeypatch.delenv("KVMASK_ASCEND", raising=False)
+    _plugin.ascend()
+    assert not releases.seams.placed()
+    monkeypatch.setenv("KVMASK_ASCEND", "1")
+    monkeypatch.setenv("KVMASK_LOOKUP", "exact")
+    _plugin.ascend()  # the worker's module is there already
+    assert releases.seams.placed() == set(REPLACEMENTS)
+    assert lookup._default["lookup"] == "exact"
+
+
+def test_the_plugin_leaves_an_unknown_release_alone(monkeypatch: Any) -> None:
+    monkeypatch.setattr(releases, "_found", [])
+    monkeypatch.setattr(releases.seams, "_stock", {})
+    monkeypatch.setenv("KVMASK_ASCEND", "1")
+    _plugin.ascend()
+    assert not releases.seams.placed()

@@ -13,7 +13,7 @@ from kvmask._core import Bitset, BlockHashes, HitHints, KeyBuilder
 from kvmask.ascend.digests import digests_of
 from kvmask.ascend.releases import current, logger, seams
 from kvmask.ascend.rules import Rules, rules_of
-from kvmask.errors import ArgumentError, HashInputError
+from kvmask.errors import ArgumentError
 from kvmask.plans import STRATEGIES, GroupScheme, Held, LookupPlan, PlanTools, Scheme, drive
 
 # Prefixes that hints keep, 8 bytes each. A prompt of 131,072 tokens has at most 512. A lookup of a
@@ -111,7 +111,7 @@ def _without_coordinator(worker: Any, ids: list[int]) -> Rules | None:
     return Rules(rows, unit, alignment)
 
 
-def _names(worker: Any, group: int, prefix: str, merged: bool) -> list[str]:
+def _names(worker: Any, group: int, prefix: str, *, merged: bool) -> list[str]:
     """The prefix in every rank namespace that must hold a block, in stock's order."""
     if merged:
         return list(worker._expand_lookup_key_variants(prefix, group, True))
@@ -133,7 +133,7 @@ class Place:
 
     __slots__ = ("rules", "scheme", "tools")
 
-    def __init__(self, worker: Any, ids: list[int], rules: Rules, merged: bool) -> None:
+    def __init__(self, worker: Any, ids: list[int], rules: Rules, *, merged: bool) -> None:
         self.rules = rules
         groups = []
         for k, (kind, size, span, _, cacheable, _) in enumerate(rules.rows):
@@ -141,7 +141,7 @@ class Place:
             if cacheable:
                 group = k if merged else ids[k]
                 prefix = worker.token_database._get_key_prefix(group)
-                names = _names(worker, group, prefix, merged)
+                names = _names(worker, group, prefix, merged=merged)
             groups.append(
                 GroupScheme(
                     k,
@@ -183,7 +183,7 @@ def _place(worker: Any, ids: list[int]) -> Place | None:
     rules = _with_coordinator(worker, ids) if merged else _without_coordinator(worker, ids)
     place = None
     try:
-        place = None if rules is None else Place(worker, ids, rules, merged)
+        place = None if rules is None else Place(worker, ids, rules, merged=merged)
     except (ArgumentError, TypeError) as error:
         _stays(worker, str(error))
     if len(places) > 16:
@@ -194,7 +194,7 @@ def _place(worker: Any, ids: list[int]) -> Place | None:
 
 def _held(place: Place, tokens: int, num_tokens: int) -> Held | None:
     """What the accelerator holds: every group's blocks below its hit, as stock counts them."""
-    if tokens <= 0 or place.rules is None:
+    if tokens <= 0:
         return None
     tokens = min(tokens, num_tokens)
     return Held(tuple(Bitset.ones(tokens // g.block_size) for g in place.scheme.groups), 0)
@@ -230,24 +230,21 @@ def lookup_scheduler(
     if place is None or digests is None:
         stock = seams.stock("worker.lookup_scheduler")
         return stock(self, token_len, block_hashes, ids, use_layerwise, hbm_hit_tokens)
-    held = 0
-    if self.cache_coordinator is None:
-        token_len = min(token_len, self.max_model_len)
-    else:
-        held = hbm_hit_tokens
-    num_tokens = place.rules.align(max(0, token_len))
+    merged = self.cache_coordinator is not None
+    most = token_len if merged else min(token_len, self.max_model_len)
     strategy = _default["lookup"]
     try:
         plan = LookupPlan(
             place.scheme,
             digests,
-            num_tokens + 1,  # stock leaves no token to compute, and its scheduler takes care of it
-            held=_held(place, held, token_len),
+            # A plan leaves one token to compute; stock's scheduler takes care of that itself.
+            place.rules.align(max(0, most)) + 1,
+            held=_held(place, hbm_hit_tokens, token_len) if merged else None,
             strategy=strategy,
             tools=place.tools[strategy],
         )
         hit = drive(plan, Backend(self))
-    except HashInputError:
+    except ArgumentError:  # digests or lengths that the core refuses
         stock = seams.stock("worker.lookup_scheduler")
         return stock(self, token_len, block_hashes, ids, use_layerwise, hbm_hit_tokens)
     except Exception as error:
