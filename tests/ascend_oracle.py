@@ -138,6 +138,7 @@ def lookup_differences(case: Case, worker: Any, hashes: list[Any]) -> Iterator[s
             if ordered and not is_part(mine, asked):
                 yield "exact asks in another order"
             plain = case.num_tokens % worker.cache_coordinator.lcm_block_size == 0
+            plain = plain and ordered
             plain = plain and not case.worker["eagle"] and not any(g["eagle"] for g in case.groups)
             plain = plain and case.worker["retention"] is None and "families" not in case.worker
             if plain and mine != asked and worker.__dict__.get("_kvmask_said") is None:
