@@ -85,6 +85,7 @@ cdef extern from "search.h" nogil:
 
 cdef extern from "hex.h" nogil:
     void km_hex(const unsigned char *data, int64_t n, char *out)
+    bint km_unhex(const unsigned char *text, int64_t n, unsigned char *out)
 
 
 cdef extern from "layout.h" nogil:
@@ -215,14 +216,20 @@ cdef class Bitset:
 cdef class BlockHashes:
     # Flat: `view` holds a contiguous buffer of `n` digests of `size` bytes at `data`.
     # List: `items` holds the bytes objects and `size` is 0.
+    # Text: `items` holds str objects, and `decoded` the digest that was last used.
     cdef Py_buffer view
     cdef bint has_view
     cdef const unsigned char *data
     cdef list items
+    cdef unsigned char *decoded
     cdef Py_ssize_t size
     cdef readonly Py_ssize_t n
     cdef readonly object origin  # DigestOrigin, or None when it is not known
     cdef const unsigned char *at(self, Py_ssize_t i, Py_ssize_t *size) except NULL
+    cdef const unsigned char *start_of(self, Py_ssize_t i, Py_ssize_t most,
+                                       Py_ssize_t *size) except NULL
+    cdef const unsigned char *decode(self, object text, Py_ssize_t i, Py_ssize_t most,
+                                     Py_ssize_t *size) except NULL
     cdef bytes digest(self, Py_ssize_t i)
     cdef BlockHashes with_origin(self, object origin)
 

@@ -1,4 +1,5 @@
-# BlockHashes: one chained digest per hash block, over a flat buffer or a list of bytes.
+# BlockHashes: one chained digest per hash block, over a flat buffer, a list of bytes or a list of
+# hexadecimal text.
 
 MAX_DIGEST_BYTES = 4096
 cdef Py_ssize_t c_max_digest_bytes = MAX_DIGEST_BYTES
@@ -79,6 +80,7 @@ cdef class BlockHashes:
             raise TypeError("`buffer` must support the buffer protocol, got None")
 
     def __dealloc__(self):
+        free(self.decoded)
         if self.has_view:
             PyBuffer_Release(&self.view)
 
@@ -118,6 +120,57 @@ cdef class BlockHashes:
         self.n = len(items)
         return self
 
+    @classmethod
+    def from_hex(cls, texts, *, origin=None):
+        """A view over a list of digests written in lower-case hexadecimal.
+
+        The list is kept as `from_list` keeps one of bytes: a digest is decoded when it is used.
+
+        Args:
+            texts: List of str.
+            origin: As for the class.
+
+        Raises:
+            TypeError: It is no list.
+
+        >>> BlockHashes.from_hex(["6162", "63"])[1]
+        b'c'
+        """
+        cdef BlockHashes self
+        if type(texts) is not list:
+            raise TypeError(f"`texts` must be a list, got {type(texts).__name__}")
+        self = BlockHashes.__new__(BlockHashes, origin=origin)
+        self.decoded = <unsigned char *>malloc(c_max_digest_bytes)
+        if self.decoded == NULL:
+            raise MemoryError("no memory for a digest")
+        self.items = texts
+        self.n = len(texts)
+        return self
+
+    cdef const unsigned char *decode(self, object text, Py_ssize_t i, Py_ssize_t most,
+                                     Py_ssize_t *size) except NULL:
+        """At most so many bytes of a digest from its text. They stand until the next call."""
+        cdef Py_ssize_t length
+        if type(text) is not str:
+            raise HashInputError(
+                "`texts` must hold str and not change while it is in use, "
+                f"got {type(text).__name__} at index {i}"
+            )
+        length = len(<str>text)
+        if not 0 < length <= 2 * c_max_digest_bytes or length % 2:
+            raise HashInputError(
+                f"a digest must have from 2 to {2 * MAX_DIGEST_BYTES} hexadecimal digits, two for "
+                f"each byte, got {length} at index {i}"
+            )
+        if not (<str>text).isascii() or not km_unhex(
+            <const unsigned char *>PyUnicode_1BYTE_DATA(text), min(length // 2, most), self.decoded
+        ):
+            raise HashInputError(
+                f"a digest must be lower-case hexadecimal, got {text[:80]!r} at index {i}"
+            )
+        size[0] = min(length // 2, most)
+        return self.decoded
+
     cdef BlockHashes with_origin(self, object origin):
         cdef BlockHashes out
         if origin is None or origin == self.origin:
@@ -128,12 +181,19 @@ cdef class BlockHashes:
             )
         if self.items is None:
             return BlockHashes(<object>self.view.obj, self.size, origin=origin)
+        if self.decoded != NULL:
+            return BlockHashes.from_hex(self.items, origin=origin)
         out = BlockHashes.__new__(BlockHashes, origin=origin)
         out.items = self.items
         out.n = self.n
         return out
 
     cdef const unsigned char *at(self, Py_ssize_t i, Py_ssize_t *size) except NULL:
+        return self.start_of(i, c_max_digest_bytes, size)
+
+    cdef const unsigned char *start_of(self, Py_ssize_t i, Py_ssize_t most,
+                                       Py_ssize_t *size) except NULL:
+        """A digest, of which text need only be decoded so far."""
         cdef PyObject *item
         if self.items is None:
             size[0] = self.size
@@ -144,6 +204,8 @@ cdef class BlockHashes:
                 f"got {len(self.items)} of {self.n}"
             )
         item = PyList_GET_ITEM(self.items, i)
+        if self.decoded != NULL:
+            return self.decode(<object>item, i, most, size)
         if not PyBytes_Check(<object>item):
             raise HashInputError(
                 "`digests` must hold bytes and not change while it is in use, "

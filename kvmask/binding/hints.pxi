@@ -58,7 +58,7 @@ cdef class HitHints:
         if hashes.items is None:
             data = hashes.data + index * size
         else:
-            data = hashes.at(index, &size)
+            data = hashes.start_of(index, sizeof(uint64_t), &size)
         memcpy(&value, data, min(size, <Py_ssize_t>sizeof(value)))
         value *= 0x9E3779B97F4A7C15ULL
         value ^= value >> 32

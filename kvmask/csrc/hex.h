@@ -5,6 +5,7 @@
 #define KVMASK_HEX_H
 
 #include <assert.h>
+#include <stdbool.h>
 #include <stdint.h>
 
 /* SSE2 is part of every x86-64 processor and Neon of every 64-bit Arm: no run-time dispatch. */
@@ -55,6 +56,26 @@ static inline void km_hex(const unsigned char *in, int64_t n, char *out) {
 #endif
     for (; i < n; i++)
         km_hex_byte(in[i], out + 2 * i);
+}
+
+/* Value of a lower-case hexadecimal digit, 16 for anything else. Without a branch, because the
+ * digits of a digest are random. */
+static inline unsigned km_hex_value(unsigned char letter) {
+    unsigned digit = letter - (unsigned)'0', high = letter - (unsigned)'a';
+    return digit < 10 ? digit : high < 6 ? high + 10 : 16;
+}
+
+/* Equivalent to: out[:n] = bytes.fromhex(in[:2 * n]). False when one of them is no lower-case
+ * digit; `out` then holds anything. `in` and `out` must not overlap. */
+static inline bool km_unhex(const unsigned char *in, int64_t n, unsigned char *out) {
+    assert(n >= 0);
+    unsigned bad = 0;
+    for (int64_t i = 0; i < n; i++) {
+        unsigned high = km_hex_value(in[2 * i]), low = km_hex_value(in[2 * i + 1]);
+        bad |= high | low;
+        out[i] = (unsigned char)(high << 4 | low);
+    }
+    return bad < 16;
 }
 
 #endif
