@@ -9,13 +9,14 @@ from kvmask._core import (
     Bitset,
     BlockHashes,
     all_answered,
+    build_keys,
     check_integer,
     pick_missing,
     plan_blocks,
     read_answers,
 )
 from kvmask.errors import ArgumentError, PlanStateError
-from kvmask.plans.blocks import BlockPlan, Rows, block_tables, check_tokens
+from kvmask.plans.blocks import BlockPlan, Entries, Rows, block_tables, check_tokens
 from kvmask.plans.calls import EXISTS, PUT, WAIT, Call
 from kvmask.plans.lookup import check_digests
 from kvmask.plans.policy import CALL_FAILED, NOT_TRIED
@@ -87,6 +88,7 @@ class SavePlan(BlockPlan):
         self._mark = self.num_tokens
         self._stage = EXISTS
         self._twins: dict[int, list[int]] = {}
+        self._ids: list[str] = []  # per key, of what is evicted with it
         self._pressure = False
         self._last_word: tuple[int, BaseException | None] | None = None  # of `stop`
         if self.num_tokens > start_token:
@@ -198,18 +200,28 @@ class SavePlan(BlockPlan):
 
     def _group_ids(self, start: int, stop: int) -> list[str]:
         """Per key of a put, the id of what the store evicts together."""
+        if not self._ids:
+            self._ids = [text for entries in self._entries for text in self._ids_of(entries)]
+        if self._positions is None:
+            return self._ids[start:stop]
+        return [self._ids[position] for position in self._positions[start:stop]]
+
+    def _ids_of(self, entries: Entries) -> list[str]:
+        """The ids of a group's keys: the digest of each under the group's name for evictions."""
+        eviction, own, shards = entries.group.eviction, entries.group.own, entries.shards
+        first = entries.first_key
+        keys = self.keys[first : first + len(entries.block_ids) * shards]
+        if eviction is None:
+            return keys
         ids: list[str] = []
-        for i in range(start, stop):
-            position = self.position(i)
-            entries, _ = self.entry_of(position)
-            eviction, own = entries.group.eviction, entries.group.own
-            builder = own[(position - entries.first_key) % entries.shards]
-            key = self.keys[position]
-            if eviction is None:
-                ids.append(key)
-            else:
-                digest = key[len(builder.prefix) : len(key) - len(builder.suffix)]
-                ids.append(eviction.prefix + digest + eviction.suffix)
+        if entries.planned is not None and all(b.as_number == eviction.as_number for b in own):
+            scale = entries.group.block_size // self._scheme.coord.hash_block_size
+            names = (eviction,) * shards
+            ids = build_keys(names, self._hashes, entries.planned, entries.start, scale)
+        for i in range(len(ids), len(keys)):
+            key, name = keys[i], own[i % shards]
+            digest = key[len(name.prefix) : len(key) - len(name.suffix)]
+            ids.append(eviction.prefix + digest + eviction.suffix)
         return ids
 
     def feed(self, answer: Any) -> tuple[BlockFailure, ...]:
