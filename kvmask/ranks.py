@@ -140,6 +140,21 @@ class GroupRanks:
         return (position + number) % self.copies(tp_rank)
 
 
+def _own_rank(value: int | None, size: int, name: str) -> int:
+    """A worker's rank. Rank 0 is not guessed: two workers of one rank would share their keys."""
+    if value is None:
+        if size > 1:
+            raise ArgumentError(
+                f"`{name}_rank` must be given when there are several, got None for "
+                f"`{name}_size` {size}"
+            )
+        return 0
+    rank = check_integer(value, f"{name}_rank", 0)
+    if rank >= size:
+        raise ArgumentError(f"`{name}_rank` must be below `{name}_size`, got {rank} and {size}")
+    return rank
+
+
 @dataclass(frozen=True)
 class RankGrid:
     """The ranks of one engine, as the engine counts them.
@@ -250,33 +265,35 @@ class RankGrid:
         return chosen
 
     def own(
-        self, tp_rank: int, pp_rank: int = 0, dcp_rank: int | None = None, pcp_rank: int = 0
+        self,
+        tp_rank: int | None,
+        pp_rank: int | None = None,
+        dcp_rank: int | None = None,
+        pcp_rank: int | None = None,
     ) -> OwnRanks:
-        """The ranks of one worker, checked against the sizes.
+        """The ranks of one worker, checked against the sizes. None is rank 0 of a size of 1.
 
         Raises:
-            ArgumentError: A rank is not below its size, or ``dcp_rank`` is not
-                ``tp_rank % dcp_size``.
+            ArgumentError: A rank is left out where there are several, is not below its size, or
+                ``dcp_rank`` is not ``tp_rank % dcp_size``.
         """
-        for value, size, name in (
-            (tp_rank, self.tp_size, "tp"),
-            (pp_rank, self.pp_size, "pp"),
-            (pcp_rank, self.pcp_size, "pcp"),
-        ):
-            check_integer(value, f"{name}_rank", 0)
-            if value >= size:
-                raise ArgumentError(
-                    f"`{name}_rank` must be below `{name}_size`, got {value} and {size}"
-                )
-        right = int(tp_rank) % self.dcp_size
+        tensor, stage, prefill = (
+            _own_rank(value, size, name)
+            for value, size, name in (
+                (tp_rank, self.tp_size, "tp"),
+                (pp_rank, self.pp_size, "pp"),
+                (pcp_rank, self.pcp_size, "pcp"),
+            )
+        )
+        right = tensor % self.dcp_size
         if dcp_rank is not None:
             check_integer(dcp_rank, "dcp_rank", 0)
             if dcp_rank != right:
                 raise ArgumentError(
                     "`dcp_rank` must be `tp_rank` % `dcp_size`, "
-                    f"got {dcp_rank} for {tp_rank} % {self.dcp_size}"
+                    f"got {dcp_rank} for {tensor} % {self.dcp_size}"
                 )
-        return OwnRanks(int(tp_rank), int(pp_rank), right, int(pcp_rank))
+        return OwnRanks(tensor, stage, right, prefill)
 
     def groups(
         self, names: Sequence[str], states: Sequence[bool], rule: Sequence[str]

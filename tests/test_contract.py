@@ -495,9 +495,9 @@ def test_bound_ranks():
     assert (group.writers, group.turn, bound.scheme.rank) == (2, 0, 3)
     assert (bound.tp_rank, bound.pp_rank, bound.dcp_rank, bound.pcp_rank) == (3, 1, 0, 0)
     with pytest.raises(ArgumentError, match="`tp_rank` must be below"):
-        contract.bind([layout(), layout()], 4)
+        contract.bind([layout(), layout()], 4, 0)
     with pytest.raises(ArgumentError, match="`dcp_rank` must be"):
-        contract.bind([layout(), layout()], 1, dcp_rank=1)
+        contract.bind([layout(), layout()], 1, 0, dcp_rank=1)
 
 
 @pytest.mark.parametrize(
@@ -534,12 +534,12 @@ def test_groups_that_are_not_cacheable_need_no_layout():
 def test_groups_without_layers_on_a_stage():
     grid = RankGrid(pp_size=2, stages={"swa": [1]})
     contract = make(payload=[layout(), layout()], ranks=grid)
-    bound = contract.bind([layout(), None])
+    bound = contract.bind([layout(), None], pp_rank=0)
     assert bound.scheme.groups[1].own == ()
     assert len(bound.scheme.groups[1].namespaces) == 1
     contract.bind([layout(), layout()], pp_rank=1)
     with pytest.raises(ArgumentError, match=r"must be None on a stage .* got KVLayout on 0"):
-        contract.bind([layout(), layout()])
+        contract.bind([layout(), layout()], pp_rank=0)
     with pytest.raises(ArgumentError, match="must be a KVLayout on a stage"):
         contract.bind([layout(), None], pp_rank=1)
 
@@ -608,10 +608,10 @@ def test_stages_are_described_one_by_one():
     known = known.describe_rank([layout(tensors=5), layout(tensors=2)], pp_rank=1)
     assert known.fingerprint == contract.fingerprint
     assert known != contract
-    known.bind([layout(tensors=6), layout(tensors=2)])
+    known.bind([layout(tensors=6), layout(tensors=2)], pp_rank=0)
     known.bind([layout(tensors=5), layout(tensors=2)], pp_rank=1)
     with pytest.raises(ArgumentError, match=r"got layers .* for .*; block_bytes 2560 for 3072"):
-        known.bind([layout(tensors=5), layout(tensors=2)])
+        known.bind([layout(tensors=5), layout(tensors=2)], pp_rank=0)
     with pytest.raises(ArgumentError, match="got layers"):
         known.describe_rank([layout(tensors=5), layout(tensors=2)])
     with pytest.raises(ArgumentError, match="what differs between stages"):
@@ -633,7 +633,7 @@ def test_uneven_shards_are_described_one_by_one():
     with pytest.raises(ArgumentError, match="block_bytes"):
         known.bind([one], 1)
     with pytest.raises(ArgumentError, match="got dtype 'int16' for 'float16'"):
-        contract.bind([layout(np.int16)])
+        contract.bind([layout(np.int16)], 0)
 
 
 def test_even_ranks_need_no_description():
@@ -893,10 +893,10 @@ def test_stages_may_have_fewer_kinds_of_tensors():
     rows = [KVLayout.from_tensors(t, num_blocks=8) for t in (both, one)]
     contract = make({"full": FULL}, ranks=RankGrid(pp_size=2), payload=[rows[0]])
     contract.bind([rows[1]], pp_rank=1)
-    contract.bind([rows[0]])
+    contract.bind([rows[0]], pp_rank=0)
     fewer = make({"full": FULL}, ranks=RankGrid(pp_size=2), payload=[rows[1]])
     with pytest.raises(ArgumentError, match="got dtype"):
-        fewer.bind([rows[0]])
+        fewer.bind([rows[0]], pp_rank=0)
 
 
 def test_every_combination_of_shapes_binds():
@@ -914,3 +914,17 @@ def test_every_combination_of_shapes_binds():
                 assert set(group.own) <= set(group.namespaces)
                 assert len(group.own) == len(group.layouts) == 1
                 assert 0 <= group.turn < group.writers
+
+
+def test_a_rank_is_never_guessed():
+    """Two workers that forget their rank would share the keys of rank 0."""
+    contract = make(
+        groups={"full": FullAttention(16)},
+        ranks=RankGrid(tp_size=2, pp_size=2, kv_heads=2),
+        payload=None,
+        facts={"dtype": "u1"},
+    )
+    for ranks, name in (({}, "tp"), ({"tp_rank": 1}, "pp"), ({"pp_rank": 1}, "tp")):
+        with pytest.raises(ArgumentError, match=f"`{name}_rank` must be given"):
+            contract.bind([layout()], **ranks)
+    assert contract.bind([layout()], tp_rank=0, pp_rank=1).tp_rank == 0

@@ -115,9 +115,9 @@ def test_round_trips(name):
 def test_described_ranks_are_compared_after_loading():
     found = Contract.from_json(load("rich"))
     rows = [regions(), regions(), regions(), None, None]
-    found.bind(rows, 3)
+    found.bind(rows, 3, 0)
     with pytest.raises(ArgumentError, match="got layers"):
-        found.bind([regions(), regions(3), regions(), None, None], 3)
+        found.bind([regions(), regions(3), regions(), None, None], 3, 0)
 
 
 # The seed.

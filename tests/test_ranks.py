@@ -349,13 +349,16 @@ def test_engine_templates_must_know_the_heads():
 def test_own_ranks():
     grid = RankGrid(4, 2, 2, 3)
     assert grid.own(3, 1, 1, 2) == (3, 1, 1, 2)
-    assert grid.own(3) == (3, 0, 1, 0)
+    assert grid.own(3, 0, None, 0) == (3, 0, 1, 0)
+    assert RankGrid().own(None) == (0, 0, 0, 0)
     for ranks, said in (
         ((4,), "`tp_rank` must be below `tp_size`, got 4 and 4"),
         ((0, 2), "`pp_rank` must be below `pp_size`, got 2 and 2"),
         ((0, 0, None, 3), "`pcp_rank` must be below `pcp_size`, got 3 and 3"),
-        ((3, 0, 0), "`dcp_rank` must be `tp_rank` % `dcp_size`, got 0 for 3 % 2"),
+        ((3, 0, 0, 0), "`dcp_rank` must be `tp_rank` % `dcp_size`, got 0 for 3 % 2"),
         ((-1,), "`tp_rank` must be at least 0, got -1"),
+        ((None,), "`tp_rank` must be given when there are several, got None for `tp_size` 4"),
+        ((1,), "`pp_rank` must be given when there are several, got None for `pp_size` 2"),
     ):
         with pytest.raises(ArgumentError, match=said):
             grid.own(*ranks)

@@ -22,7 +22,16 @@ from rig import (
     scheme_of,
 )
 
-from kvmask import ChunkedLocal, FullAttention, Mamba, RankGrid, SavePlan, SlidingWindow
+from kvmask import (
+    ChunkedLocal,
+    Contract,
+    FullAttention,
+    Mamba,
+    RankGrid,
+    SavePlan,
+    SlidingWindow,
+    StrictKeys,
+)
 from kvmask.errors import ArgumentError, BlockIdError, PlanStateError, StoreError
 from kvmask.plans import CALL_FAILED, EXISTS, MALFORMED_ANSWER, NOT_TRIED
 
@@ -454,3 +463,23 @@ def test_ranks_share_the_work_of_real_puts():
         for g in range(2):
             for i, digest in enumerate(digests(10)):
                 assert store.pool[key(rank, g, digest)] == rank.block(g, i)
+
+
+def test_an_unfinished_state_is_saved_at_a_hash_block_only():
+    """The block holds the state of the last token computed: at 56 tokens none of token 48."""
+    groups = [FullAttention(32), Mamba(32)]
+    for num_tokens, states in ((48, 2), (56, 1), (64, 2)):
+        contract = Contract(
+            groups, 16, StrictKeys("m"), None, partial_hits=True, facts={"dtype": "u1"}
+        )
+        engine = Engine(FakeStore(), contract, 96, seed=1)
+        engine.save(digests(num_tokens // 16), num_tokens)
+        stored = [key for key in engine.store.pool if "@g1@" in key]
+        assert len(stored) == states, num_tokens
+
+
+def test_a_block_stands_once_in_a_table_that_is_saved():
+    source, _ = pair([FullAttention(16)], 16, 64)
+    source.tables[0][2] = source.tables[0][0]
+    with pytest.raises(BlockIdError, match="`tables` must name every block once"):
+        source.save(digests(4), 64)

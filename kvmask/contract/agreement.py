@@ -289,10 +289,10 @@ class Contract(Frozen):
     def bind(
         self,
         layouts: Any,
-        tp_rank: int = 0,
-        pp_rank: int = 0,
+        tp_rank: int | None = None,
+        pp_rank: int | None = None,
         dcp_rank: int | None = None,
-        pcp_rank: int = 0,
+        pcp_rank: int | None = None,
     ) -> BoundContract:
         """Give the contract of one rank with its memory.
 
@@ -300,7 +300,8 @@ class Contract(Frozen):
             layouts: Per group, by name or in order, the KVLayout of this rank: one, or one per
                 shard that the rank stores (also as `head_shards` gives them). Groups that are not
                 prefix-cacheable need none. None for a group without layers on this stage.
-            tp_rank: Tensor-parallel rank.
+            tp_rank: Tensor-parallel rank. It and the next two may be left out where the grid has
+                one.
             pp_rank: Pipeline-parallel rank.
             dcp_rank: Decode-context-parallel rank; None: ``tp_rank % dcp_size``.
             pcp_rank: Prefill-context-parallel rank.
@@ -342,7 +343,7 @@ class Contract(Frozen):
         Raises:
             ArgumentError: As for `bind`; or the rank was described otherwise before.
         """
-        ranks = self.ranks.own(tp_rank, pp_rank)
+        ranks = self.ranks.own(tp_rank, pp_rank, None, 0)
         known = dict(self._local)
         for index, row in enumerate(layout_rows(layouts, self.names, self._filled, ranks)):
             places = self._places(index, row, ranks)

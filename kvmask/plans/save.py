@@ -11,11 +11,12 @@ from kvmask._core import (
     all_answered,
     build_keys,
     check_integer,
+    first_repeated,
     pick_missing,
     plan_blocks,
     read_answers,
 )
-from kvmask.errors import ArgumentError, PlanStateError
+from kvmask.errors import ArgumentError, BlockIdError, PlanStateError
 from kvmask.plans.blocks import BlockPlan, Entries, Rows, block_tables, check_tokens
 from kvmask.plans.calls import EXISTS, PUT, WAIT, Call
 from kvmask.plans.lookup import check_digests
@@ -82,6 +83,8 @@ class SavePlan(BlockPlan):
         # a whole is still to come.
         self._resume = start_token // coord.alignment * coord.alignment
         self.num_tokens = coord.align(num_tokens)
+        # An unfinished state block holds the state of the last token computed, no earlier one.
+        self._exact = self.num_tokens == num_tokens
         check_digests(scheme, self._hashes, self.num_tokens)
         if masks is not None:
             _check_masks(masks, len(rows))
@@ -131,6 +134,10 @@ class SavePlan(BlockPlan):
             ends = [i - start for i in needed.indices() if start <= i < end]
             mask = mask | Bitset.from_indices(len(mask), ends)
         planned, ids = plan_blocks(mask, end, start, table, group.writers, group.turn, null)
+        if first_repeated(ids) >= 0:
+            raise BlockIdError(
+                f"`tables` must name every block once, got a block of group {group.name!r} twice"
+            )
         if len(table) < end:
             self._mark = min(self._mark, len(table) * size)
         every = min(end, len(table)) - start
@@ -141,7 +148,7 @@ class SavePlan(BlockPlan):
         if (
             self.num_tokens % size
             and needed is not None
-            and group.kind in ("full", "state")
+            and (group.kind == "full" or (group.kind == "state" and self._exact))
             and end % group.writers == group.turn
         ):
             if len(table) <= end:
