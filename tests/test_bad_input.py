@@ -274,7 +274,8 @@ COUNTS = {
     "capacity of memo": lambda v: PresenceMemo(capacity=v),
 }
 OPTIONAL = {"alignment", "retention_interval", "num_prompt_tokens", "max_pieces", "null_block",
-            "staging", "held of look", "held of load", "num_tokens of request"}  # fmt: skip
+            "staging", "held of look", "held of load", "num_tokens of request",
+            "tp_rank of bind"}  # fmt: skip
 # Python's own integers of any size are fine where only their order counts.
 UNBOUNDED = {"max_pieces", "staging", "capacity of memo"}
 

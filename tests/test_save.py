@@ -476,10 +476,3 @@ def test_an_unfinished_state_is_saved_at_a_hash_block_only():
         engine.save(digests(num_tokens // 16), num_tokens)
         stored = [key for key in engine.store.pool if "@g1@" in key]
         assert len(stored) == states, num_tokens
-
-
-def test_a_block_stands_once_in_a_table_that_is_saved():
-    source, _ = pair([FullAttention(16)], 16, 64)
-    source.tables[0][2] = source.tables[0][0]
-    with pytest.raises(BlockIdError, match="`tables` must name every block once"):
-        source.save(digests(4), 64)

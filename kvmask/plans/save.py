@@ -11,12 +11,11 @@ from kvmask._core import (
     all_answered,
     build_keys,
     check_integer,
-    first_repeated,
     pick_missing,
     plan_blocks,
     read_answers,
 )
-from kvmask.errors import ArgumentError, BlockIdError, PlanStateError
+from kvmask.errors import ArgumentError, PlanStateError
 from kvmask.plans.blocks import BlockPlan, Entries, Rows, block_tables, check_tokens
 from kvmask.plans.calls import EXISTS, PUT, WAIT, Call
 from kvmask.plans.lookup import check_digests
@@ -134,10 +133,6 @@ class SavePlan(BlockPlan):
             ends = [i - start for i in needed.indices() if start <= i < end]
             mask = mask | Bitset.from_indices(len(mask), ends)
         planned, ids = plan_blocks(mask, end, start, table, group.writers, group.turn, null)
-        if first_repeated(ids) >= 0:
-            raise BlockIdError(
-                f"`tables` must name every block once, got a block of group {group.name!r} twice"
-            )
         if len(table) < end:
             self._mark = min(self._mark, len(table) * size)
         every = min(end, len(table)) - start
