@@ -42,7 +42,8 @@ class KVLayout:
 
     Create it with `from_tensors` or `from_regions`. It keeps its tensors alive, so its addresses
     are valid as long as the layout exists. If you pass addresses to another thread or to a store,
-    keep the layout until the transfer is done.
+    keep the layout until the transfer is done. One that timed out is done when the store's client
+    is closed.
 
     Attributes:
         num_blocks: Number of blocks. Block ids are `0 <= id < num_blocks`.

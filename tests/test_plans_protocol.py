@@ -428,6 +428,7 @@ def test_memories_and_counters_work_by_hand():
         "loaded_keys": 3,
         "loaded_bytes": 192,
         "load_failed_keys": 1,
+        "load_quarantined_blocks": 1,
     }
     assert PlanTools(stats=False).stats is None
 

@@ -22,6 +22,26 @@ STAGING_USABLE = 0.9
 SLICE_BYTES = 1 << 16
 PIECES_PER_CALL = 512
 
+# What the client answers before a transfer begins, or once it is over. It waits 60 s for a transfer
+# and answers TRANSFER_FAIL then, without cancelling it; LEASE_EXPIRED takes the place of a success.
+# Codes that are not known to be either are left out.
+SETTLED = frozenset(
+    int(code)
+    for code in (
+        Code.NO_AVAILABLE_HANDLE,
+        Code.INVALID_KEY,
+        Code.INVALID_PARAMS,
+        Code.REPLICA_IS_NOT_READY,
+        Code.OBJECT_NOT_FOUND,
+        Code.OBJECT_ALREADY_EXISTS,
+        Code.OBJECT_HAS_LEASE,
+        Code.LEASE_EXPIRED,
+        Code.RPC_FAIL,
+        Code.UNAVAILABLE_IN_CURRENT_STATUS,
+        Code.UNAVAILABLE_IN_CURRENT_MODE,
+    )
+)
+
 
 def staging_bytes(num_bytes: int) -> int:
     """What one object takes of an owner's staging buffer, in bytes.
@@ -83,6 +103,7 @@ class MooncakePolicy(StorePolicy):
     full_codes = frozenset({int(Code.NO_AVAILABLE_HANDLE)})
     renew_codes = frozenset({int(Code.LEASE_EXPIRED)})
     outage_codes = frozenset({int(Code.RPC_FAIL)})
+    settled_codes = SETTLED
 
     def __init__(
         self,

@@ -227,8 +227,17 @@ class BlockPlan:
         """Where the key of an entry of the batch stands among all keys."""
         return i if self._positions is None else self._positions[i]
 
-    def _fail_key(self, position: int, code: int, cause: BaseException | None) -> None:
-        """Record a failure of the key at this position of all keys."""
+    def _fail_key(
+        self, position: int, code: int, cause: BaseException | None, unsettled: bool = False
+    ) -> None:
+        """Record a failure of the key at this position of all keys.
+
+        Args:
+            position: The position.
+            code: The code.
+            cause: What the call raised, or why none was made.
+            unsettled: Its transfer may still go on.
+        """
         entries, i = self.entry_of(position)
         group = entries.group
         self._failed.add(position)
@@ -241,6 +250,7 @@ class BlockPlan:
                 self.keys[position],
                 int(code),
                 cause,
+                unsettled,
             )
         )
 
@@ -408,7 +418,8 @@ class BlockPlan:
             self.stop(CALL_FAILED, error)
             return
         for i in range(*self._range):
-            self._fail_key(self.position(i), CALL_FAILED, error)
+            # How far it came is not known.
+            self._fail_key(self.position(i), CALL_FAILED, error, True)
 
     def _news(self) -> tuple[BlockFailure, ...]:
         """The failures since the last answer."""

@@ -18,7 +18,8 @@ from kvmask.errors import AlignmentError, ArgumentError, BlockIdError
 from kvmask.plans.blocks import BlockPlan, block_tables
 from kvmask.plans.calls import EXISTS, GET, WAIT, Call
 from kvmask.plans.held import Held, held_of
-from kvmask.plans.results import BlockFailure, LoadResult
+from kvmask.plans.policy import CALL_FAILED
+from kvmask.plans.results import BlockFailure, LoadResult, quarantine
 from kvmask.plans.scheme import GroupScheme, Scheme
 from kvmask.plans.tools import PlanTools
 
@@ -206,7 +207,9 @@ class LoadPlan(BlockPlan):
                 self._num_bytes += size
             else:
                 refused = refused or result < 0
-                self._fail_key(self.position(i), result, None)
+                # A number of bytes is that of a transfer that is over.
+                unsettled = result < 0 and not self._policy.settled(result)
+                self._fail_key(self.position(i), result, None, unsettled)
         news = self._news()
         if self._outage is not None:
             self._give_up()
@@ -231,7 +234,10 @@ class LoadPlan(BlockPlan):
             if not self._calls:
                 return  # `stop` has failed them
             self._range = self._calls.pop()
-        super()._fail_call(GET if name == EXISTS else name, error)
+            for i in range(*self._range):
+                self._fail_key(self.position(i), CALL_FAILED, error)
+            return
+        super()._fail_call(name, error)
 
     def _finish(self) -> None:
         super()._finish()
@@ -244,6 +250,9 @@ class LoadPlan(BlockPlan):
                 load_failed_keys=len(self._failures),
             )
         if self._failures:
+            blocks = sum(map(len, quarantine(self._failures).values()))
+            if blocks and tools.stats is not None:
+                tools.stats.add(load_quarantined_blocks=blocks)
             failed = [f.key for f in self._failures]
             if tools.memo is not None:
                 tools.memo.forget(failed)
@@ -268,6 +277,7 @@ class LoadPlan(BlockPlan):
             self._num_bytes,
             {name: sorted(ids) for name, ids in invalid.items()},
             self._usable() if self._failures else self._hit.length,
+            quarantine(self._failures) if self._failures else {},
         )
 
     def _usable(self) -> int:

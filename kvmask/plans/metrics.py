@@ -28,10 +28,12 @@ COUNTERS = {
     "stored_bytes": "Bytes written",
     "save_present_keys": "Planned keys that the store had already",
     "save_failed_keys": "Keys that were not written",
+    "save_quarantined_blocks": "Blocks of failed saves that the store may still read",
     "loads": "Loads finished",
     "loaded_keys": "Keys read",
     "loaded_bytes": "Bytes read",
     "load_failed_keys": "Keys that were not read",
+    "load_quarantined_blocks": "Blocks of failed loads that the store may still write",
 }
 
 

@@ -26,6 +26,9 @@ class StorePolicy:
             asks whether the keys exist, which renews it, and gets them once more.
         outage_codes: When every key of a call answers with one of these, the store did not answer:
             the plan makes no further call, as after a call that raised.
+        settled_codes: Codes of a failed put or get that mean that its memory is left alone from
+            then on: the transfer never began, or it is over. After any other code the store may
+            still read or write the memory.
         stops_after_failure: The first get that fails, wholly or in part, ends a load: keys that
             were not tried have failed too.
         names_groups: Puts name what is evicted together; see `put_arguments`.
@@ -37,6 +40,7 @@ class StorePolicy:
     full_codes: frozenset[int] = frozenset()
     renew_codes: frozenset[int] = frozenset()
     outage_codes: frozenset[int] = frozenset()
+    settled_codes: frozenset[int] = frozenset()
     stops_after_failure = False
     names_groups = False
     unique_keys = False
@@ -54,6 +58,10 @@ class StorePolicy:
         """Whether a call's codes say that the store did not answer. Not asked when all is well."""
         none = self.outage_codes
         return bool(codes) and all(code in none for code in codes)
+
+    def settled(self, code: int) -> bool:
+        """Whether a failed put's or get's code says that the store leaves its memory alone."""
+        return code in self.settled_codes
 
     def cut_put(
         self, num_bytes: Sequence[int], sizes: Sequence[Sequence[int]]

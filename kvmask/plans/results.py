@@ -39,6 +39,7 @@ class BlockFailure:
             `CALL_FAILED` when the call or the wait before it raised, `NOT_TRIED` when none was
             made, `MALFORMED_ANSWER` when the answer did not fit the call.
         cause: What the call raised, or why none was made; None when it answered.
+        unsettled: The transfer may still go on: the store can yet read the block, or write it.
     """
 
     group: int
@@ -48,6 +49,7 @@ class BlockFailure:
     key: str
     code: int
     cause: BaseException | None = field(default=None, compare=False)
+    unsettled: bool = False
 
 
 def _shown(key: str) -> str:
@@ -67,6 +69,20 @@ def describe(failures: Sequence[BlockFailure]) -> str:
     return f"{len(failures)} with codes {codes[:8]}{because}: {keys}"
 
 
+def quarantine(failures: Sequence[BlockFailure]) -> dict[str, list[int]]:
+    """Per group, by name, the ids of the blocks whose transfers may still go on, ascending."""
+    found: dict[str, set[int]] = {}
+    for failure in failures:
+        if failure.unsettled:
+            found.setdefault(failure.name, set()).add(failure.block_id)
+    return {name: sorted(ids) for name, ids in found.items()}
+
+
+def _and_quarantined(groups: dict[str, list[int]]) -> str:
+    count = sum(map(len, groups.values()))
+    return f"; {count} blocks in quarantine" if count else ""
+
+
 @dataclass(frozen=True, slots=True)
 class SaveResult:
     """What became of a save: every planned key is stored, was present, or failed.
@@ -83,6 +99,9 @@ class SaveResult:
             mark speaks of all bytes.
         num_bytes: Bytes written.
         pressure: The store had no room for some of it: worth another try later.
+        quarantined: Per group, by name, the block ids that the store may still read, ascending. A
+            put that timed out is not cancelled: until the store's client is closed, what is
+            written to these blocks can be sent in place of what was to be saved.
     """
 
     stored: int
@@ -92,6 +111,7 @@ class SaveResult:
     writers: int
     num_bytes: int
     pressure: bool = False
+    quarantined: dict[str, list[int]] = field(default_factory=dict, repr=False)
 
     @property
     def ok(self) -> bool:
@@ -103,6 +123,7 @@ class SaveResult:
         return (
             f"saved up to token {self.mark}{part}: {self.stored} keys stored "
             f"({self.num_bytes} bytes), {self.present} present, failed: {describe(self.failures)}"
+            f"{_and_quarantined(self.quarantined)}"
         )
 
 
@@ -118,6 +139,9 @@ class LoadResult:
             Only groups with failures are named.
         usable_tokens: Tokens of the longest prefix that can be used all the same: the hit's length
             when nothing failed. The engine computes from here on.
+        quarantined: Per group, by name, the block ids that the store may still write, ascending;
+            all are invalid too. A get that timed out is not cancelled: until the store's client
+            is closed, its bytes can arrive and overwrite what these blocks hold by then.
     """
 
     loaded: int
@@ -125,6 +149,7 @@ class LoadResult:
     num_bytes: int
     invalid: dict[str, list[int]]
     usable_tokens: int
+    quarantined: dict[str, list[int]] = field(default_factory=dict, repr=False)
 
     @property
     def ok(self) -> bool:
@@ -134,5 +159,5 @@ class LoadResult:
     def __str__(self) -> str:
         return (
             f"{self.loaded} keys loaded ({self.num_bytes} bytes), {self.usable_tokens} tokens "
-            f"usable, failed: {describe(self.failures)}"
+            f"usable, failed: {describe(self.failures)}{_and_quarantined(self.quarantined)}"
         )

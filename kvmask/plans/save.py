@@ -20,7 +20,7 @@ from kvmask.plans.blocks import BlockPlan, Entries, Rows, block_tables, check_to
 from kvmask.plans.calls import EXISTS, PUT, WAIT, Call
 from kvmask.plans.lookup import check_digests
 from kvmask.plans.policy import CALL_FAILED, NOT_TRIED
-from kvmask.plans.results import BlockFailure, Handoff, SaveResult
+from kvmask.plans.results import BlockFailure, Handoff, SaveResult, quarantine
 from kvmask.plans.scheme import GroupScheme, Scheme
 from kvmask.plans.tools import PlanTools
 
@@ -342,7 +342,7 @@ class SavePlan(BlockPlan):
                 self._present += 1 + len(twins)
             else:
                 self._pressure = self._pressure or code in self._policy.full_codes
-                self._fail_key(self.position(i), code, None)
+                self._fail_key(self.position(i), code, None, not self._policy.settled(code))
 
     def stop(self, code: int = NOT_TRIED, cause: BaseException | None = None) -> None:
         """Make no further call; see `BlockPlan.stop`.
@@ -357,8 +357,11 @@ class SavePlan(BlockPlan):
             self._last_word = code, cause
         super().stop(code, cause)
 
-    def _fail_key(self, position: int, code: int, cause: BaseException | None) -> None:
-        super()._fail_key(position, code, cause)
+    def _fail_key(
+        self, position: int, code: int, cause: BaseException | None, unsettled: bool = False
+    ) -> None:
+        super()._fail_key(position, code, cause, unsettled)
+        # Of equal keys the first alone is put.
         for twin in self._twins.get(position, ()):
             super()._fail_key(twin, code, cause)
 
@@ -398,6 +401,9 @@ class SavePlan(BlockPlan):
                 save_present_keys=result.present,
                 save_failed_keys=len(result.failures),
             )
+            if result.quarantined:
+                blocks = sum(map(len, result.quarantined.values()))
+                tools.stats.add(save_quarantined_blocks=blocks)
         if tools.memo is not None or tools.failed_loads is not None:
             failed = {f.key for f in result.failures}
             if tools.memo is not None:
@@ -429,6 +435,7 @@ class SavePlan(BlockPlan):
             self._scheme.writers,
             self._num_bytes,
             self._pressure,
+            quarantine(self._failures) if self._failures else {},
         )
 
 
