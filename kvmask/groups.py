@@ -92,7 +92,8 @@ class SlidingWindow(Group):
 
     Args:
         block_size: Tokens per block.
-        window: Tokens a token attends to, itself included.
+        window: Tokens a token attends to, itself included. With a window of 1 a hit needs no block
+            at all, as in vLLM: the token that is computed attends to itself alone.
         prefix_cacheable: See FullAttention.
         eagle: See FullAttention.
         extra_retained_tokens: Further tokens below the window that a hit must restore (vLLM 0.33:

@@ -9,6 +9,7 @@ from kvmask._core import MAX_TOKENS, BlockHashes, check_integer
 from kvmask.coordinator import Hit
 from kvmask.errors import ArgumentError
 from kvmask.hashing.chain import BlockHasher
+from kvmask.plans.held import Held
 from kvmask.plans.load import LoadPlan
 from kvmask.plans.lookup import LookupPlan
 from kvmask.plans.results import Handoff, LoadResult, SaveResult
@@ -53,8 +54,8 @@ class CacheRequest:
     Attributes:
         contract: The contract.
         num_prompt_tokens: Length of the prompt.
-        mark: Tokens; where the next save begins: `SaveResult.mark` of the last save, or what a load
-            has filled when that is more.
+        mark: Tokens; where the next save begins. What lies below is known to be in the store: saved
+            before (`SaveResult.mark`), or filled by a load of a request that held nothing itself.
         hit: The hit of the last lookup, or None.
 
     Raises:
@@ -84,6 +85,8 @@ class CacheRequest:
         self.mark = 0
         self.hit: Hit | None = None
         self._reused = 0
+        self._held: Held | None = None  # by the engine, at the lookup before the last load
+        self._owner = object()  # what the results of this request's plans are known by
         self._handoffs: list[Handoff] = []
         self._hasher: BlockHasher | None = None
         self._extra_keys: ExtraKeys | None = extra_keys
@@ -121,6 +124,8 @@ class CacheRequest:
                 "`hashes` must have one digest for every full hash block, "
                 f"got {len(digests)} digests of {unit} tokens for {num_tokens} tokens"
             )
+        if digests.origin is None:
+            _check_chained(digests, 0 if self._hashes is None else len(self._hashes))
         self._hashes = digests
         self._num_tokens = num_tokens
 
@@ -212,7 +217,8 @@ class CacheRequest:
 
         Engines whose state blocks do not stay in the block table save recurrent states so. The
         block must keep what it holds until that save is done. A save that fails forgets it: the
-        failures name it, and the engine hands it over again while it still holds the same.
+        failures name it, and the engine hands it over again while it still holds the same. A
+        boundary has one block: the same one may be handed over again, and another is refused.
 
         Args:
             group: Index or name of the group.
@@ -220,11 +226,21 @@ class CacheRequest:
             block_id: The block that holds the state there.
 
         Raises:
-            ArgumentError: The contract has no such cacheable group, or a number is out of range.
+            ArgumentError: The contract has no such cacheable group, a number is out of range, or
+                another block was handed over for this boundary since the last save.
         """
         handoff = Handoff(group, num_tokens, block_id)
-        check_handoff(scheme_of(self.contract), handoff)
-        self._handoffs.append(handoff)
+        found, boundary, block_id = check_handoff(scheme_of(self.contract), handoff)
+        for known in self._handoffs:
+            if (known.group, known.num_tokens) == (found.index, boundary):
+                if known.block_id != block_id:
+                    raise ArgumentError(
+                        "`block_id` must be the one block of its boundary, "
+                        f"got {block_id} after {known.block_id} for {boundary} tokens "
+                        f"of group {found.name!r}"
+                    )
+                return
+        self._handoffs.append(Handoff(found.index, boundary, block_id))
 
     def lookup_plan(
         self, held: Any = 0, strategy: str = "staged", tools: PlanTools | None = None
@@ -235,6 +251,12 @@ class CacheRequest:
             held: What the engine holds itself (see `kvmask.plans.held`).
             strategy: ``"staged"`` or ``"exact"``.
             tools: Policy, hints, memos and counters.
+
+        Returns:
+            LookupPlan. Its result is the `Hit`.
+
+        Raises:
+            ArgumentError: A number is out of range.
         """
         return LookupPlan(
             self.contract,
@@ -252,6 +274,7 @@ class CacheRequest:
         tables: Any,
         event: Any = None,
         tools: PlanTools | None = None,
+        held: Any = None,
     ) -> LoadPlan:
         """The plan that fills the blocks of a hit; see `LoadPlan`. Give its result to `loaded`.
 
@@ -261,18 +284,60 @@ class CacheRequest:
             tables: Per group the block table to fill.
             event: CUDA event or stream to wait for before memory is written.
             tools: Policy, memos and counters.
+            held: What the engine holds now, when that is more than at the lookup.
+
+        Returns:
+            LoadPlan, to be driven as `kvmask.plans.calls` says.
+
+        Raises:
+            ArgumentError: The hit rests on blocks that are not held any more.
+            BlockIdError: A block to be loaded has no usable entry in its table.
+            PlanStateError: ``bound`` is not bound to memory.
         """
-        return LoadPlan(bound, self.hashes, tables, hit, event=event, tools=tools)
+        return LoadPlan(
+            bound,
+            self.hashes,
+            hit,
+            tables,
+            held=held,
+            event=event,
+            tools=tools,
+            owner=self._owner,
+        )
 
     def loaded(self, result: LoadResult) -> LoadResult:
         """Remember how much of the request came from the store.
 
-        What lies below need not be saved. Nor could it be: of a window the load fills the last
-        blocks alone, and the entries before them may name blocks that hold anything.
+        What the load filled need not be saved. Of a window it fills the last blocks alone, and the
+        entries before them may name blocks that hold anything: they are not saved either. Blocks
+        that the engine held at the lookup were not asked for. The next save asks the store for
+        them, and puts those that it lacks.
+
+        Args:
+            result: What the load gave. Its `LoadResult.usable_tokens` are filled and may be used;
+                the engine computes from there on.
+
+        Returns:
+            The result.
+
+        Raises:
+            ArgumentError: It is the result of another request's plan.
         """
+        self._check_owner(result, LoadResult)
         self._reused = max(self._reused, result.usable_tokens)
-        self.mark = max(self.mark, self._reused)
+        self._held = result.held
+        if result.held is None:
+            self.mark = max(self.mark, self._reused)
         return result
+
+    def _check_owner(self, result: Any, kind: type[LoadResult] | type[SaveResult]) -> None:
+        if not isinstance(result, kind):
+            raise TypeError(f"`result` must be a {kind.__name__}, got {type(result).__name__}")
+        if result.owner is not None and result.owner is not self._owner:
+            raise ArgumentError(
+                "`result` must be that of a plan of this request, got one of another request: "
+                f"{result}"
+            )
 
     def save_plan(
         self,
@@ -292,7 +357,22 @@ class CacheRequest:
             num_tokens: Tokens whose blocks are computed.
             event: CUDA event or stream to wait for before memory is read.
             tools: Policy, memos and counters.
+
+        Returns:
+            SavePlan, to be driven as `kvmask.plans.calls` says.
+
+        Raises:
+            ArgumentError: ``num_tokens`` is more than the request has.
+            BlockIdError: A block id is no integer.
+            PlanStateError: ``bound`` is not bound to memory.
         """
+        unit = self.contract.hash_block_size
+        num_tokens = check_integer(num_tokens, "num_tokens", 0, MAX_TOKENS)
+        if num_tokens // unit > len(self.hashes):
+            raise ArgumentError(
+                "`num_tokens` must be no more than the request has (`extend` adds what it has "
+                f"grown by), got {num_tokens} and {self._num_tokens}"
+            )
         plan = SavePlan(
             bound,
             self.hashes,
@@ -304,14 +384,29 @@ class CacheRequest:
             event=event,
             tools=tools,
             reused_tokens=self._reused,
+            held=self._held,
+            owner=self._owner,
         )
         # A later save must not read a block that may be in use again by then.
         self._handoffs = []
         return plan
 
     def saved(self, result: SaveResult) -> SaveResult:
-        """Remember how far the request is saved."""
+        """Remember how far the request is saved.
+
+        Args:
+            result: What the save gave.
+
+        Returns:
+            The result.
+
+        Raises:
+            ArgumentError: It is the result of another request's plan.
+        """
+        self._check_owner(result, SaveResult)
         self.mark = max(self.mark, result.mark)
+        if self.mark >= self._reused:
+            self._held = None  # the store has been asked for it
         return result
 
     def __repr__(self) -> str:
@@ -319,6 +414,22 @@ class CacheRequest:
             f"<CacheRequest: {self._num_tokens} tokens, {len(self.hashes)} digests, "
             f"saved up to {self.mark}>"
         )
+
+
+def _check_chained(digests: BlockHashes, first: int) -> None:
+    """Refuse digests that stand twice, from a block on: each covers all tokens before it."""
+    start = max(first - 1, 0)
+    items = digests[start:]
+    if len(set(items)) == len(items):
+        return
+    seen: dict[bytes, int] = {}
+    for block, item in enumerate(items, start):
+        if item in seen:
+            raise ArgumentError(
+                "`hashes` must be chained, so that each covers all tokens before it and none "
+                f"stands twice, got block {seen[item]} and block {block} alike"
+            )
+        seen[item] = block
 
 
 def _check_sequence(extra_keys: Any) -> None:

@@ -13,12 +13,11 @@ from kvmask.contract import BoundContract, Contract
 from kvmask.coordinator import Hit
 from kvmask.errors import PlanStateError, StoreError
 from kvmask.layout import merge_ranges
-from kvmask.mooncake.codes import code_name
+from kvmask.mooncake.codes import Code, code_name
 from kvmask.mooncake.policy import MooncakePolicy
 from kvmask.plans.breaker import Breaker
 from kvmask.plans.calls import EXISTS, Plan, drive
 from kvmask.plans.costs import DEFAULT_COSTS, CostModel
-from kvmask.plans.load import LoadPlan
 from kvmask.plans.lookup import LookupPlan
 from kvmask.plans.memo import AbsenceMemo, PresenceMemo
 from kvmask.plans.metrics import TransferStats
@@ -119,9 +118,15 @@ class KVTransfer:
                     f"the store must register {size} bytes at {address:#x}, got {e!r}"
                 ) from e
             if code != 0:
+                twice = (
+                    ": memory that is registered already is refused so, by a transfer that is "
+                    "still open or by the engine"
+                    if code == Code.INVALID_PARAMS
+                    else ""
+                )
                 raise StoreError(
                     f"the store must register {size} bytes at {address:#x}, "
-                    f"got code {code} ({code_name(code)})",
+                    f"got code {code} ({code_name(code)}){twice}",
                     code,
                 )
             self._registered.append(address)
@@ -212,7 +217,8 @@ class KVTransfer:
     def _checked(self, request: CacheRequest) -> CacheRequest:
         if not isinstance(request, CacheRequest):
             raise TypeError(
-                f"`request` must be a CacheRequest of the contract, got {type(request).__name__}"
+                "`request` must be a CacheRequest of the contract, which `contract.request` makes, "
+                f"got {type(request).__name__}"
             )
         own = self.contract
         mine = own.contract if isinstance(own, BoundContract) else own
@@ -220,6 +226,7 @@ class KVTransfer:
             raise TypeError(
                 "`request` must be one of this contract, "
                 f"got fingerprints {request.contract.fingerprint} and {mine.fingerprint}"
+                f"{_fields(request.contract, mine)}"
             )
         return request
 
@@ -279,15 +286,7 @@ class KVTransfer:
             BlockIdError: A block to be loaded has no usable entry in its table.
             PlanStateError: The contract is not bound to memory, or the transfer is closed.
         """
-        plan = LoadPlan(
-            self.contract,
-            self._checked(request).hashes,
-            tables,
-            hit,
-            held=held,
-            event=event,
-            tools=self.tools,
-        )
+        plan = self._checked(request).load_plan(self.contract, hit, tables, event, self.tools, held)
         return request.loaded(self._run(plan))
 
     def save(
@@ -313,3 +312,12 @@ class KVTransfer:
             self.contract, tables, num_tokens, event, self.tools
         )
         return request.saved(self._run(plan))
+
+
+def _fields(theirs: Any, mine: Contract) -> str:
+    """The fields in which the contract of a request differs, for a message."""
+    if not isinstance(theirs, Contract):
+        return ""
+    found = [str(item) for item in theirs.differences(mine) if item.in_fingerprint]
+    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+    return f", which differ in {'; '.join(found[:4])}{more}" if found else ""

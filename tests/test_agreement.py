@@ -132,7 +132,7 @@ def use_everywhere(contract, engine, hashes):
         "lookup": lambda: LookupPlan(contract, hashes, 64),
         "bound lookup": lambda: LookupPlan(engine, hashes, 64),
         "save": lambda: SavePlan(engine, hashes, [[1, 2, 3, 4]], 64),
-        "load": lambda: LoadPlan(engine, hashes, [[1, 2, 3, 4]], hit),
+        "load": lambda: LoadPlan(engine, hashes, hit, [[1, 2, 3, 4]]),
     }
 
 
@@ -533,7 +533,6 @@ def test_r11_too_few_digests_are_refused_alike(n):
         lambda: LookupPlan(contract, hashes, 64),
         lambda: LookupPlan(contract, hashes, 79, strategy="exact"),
         lambda: SavePlan(engine.bound, hashes, engine.tables, 64),
-        lambda: engine.kv.save(contract.request(hashes=hashes), engine.tables, 64),
     ):
         with pytest.raises(ArgumentError) as caught:
             call()
@@ -541,7 +540,7 @@ def test_r11_too_few_digests_are_refused_alike(n):
     assert not engine.store.calls(EXIST)
     hit = contract.coordinator.find_hit([[True] * 4], 64)
     with pytest.raises(ArgumentError, match=f"must cover the hit, got {n} digests"):
-        LoadPlan(engine.bound, hashes, engine.tables, hit)
+        LoadPlan(engine.bound, hashes, hit, engine.tables)
 
 
 # R12: why it failed

@@ -225,7 +225,7 @@ def load_plan(n: int) -> LoadPlan:
     coord = Coordinator([FullAttention(16)], 16)
     hit = coord.find_hit([[True] * n], 16 * n)
     scheme = scheme_of(coord, [flat_layout(64)])
-    return LoadPlan(scheme, digests(n), [list(range(1, n + 1))], hit)
+    return LoadPlan(scheme, digests(n), hit, [list(range(1, n + 1))])
 
 
 class Wild:
@@ -322,7 +322,7 @@ def test_forged_hits():
     for tail in (256, 48, 8):
         with pytest.raises(ArgumentError, match="tail_tokens"):
             hit = Hit(16, (Bitset([True]),), (tail,))
-            LoadPlan(scheme, digests(16), tables, hit)
+            LoadPlan(scheme, digests(16), hit, tables)
     hit = coord.find_hit([[True] * 8], 128)
     with pytest.raises(BlockIdError, match="twice"):
-        LoadPlan(scheme, digests(8), [[1, 2, 1, 3]], hit)
+        LoadPlan(scheme, digests(8), hit, [[1, 2, 1, 3]])

@@ -56,7 +56,7 @@ def plan_of(num_blocks=4, block_bytes=64, held=None, rank=0, **options):
     hit = coord.find_hit([[True] * num_blocks], num_blocks * 16)
     table = [list(range(1, num_blocks + 1))]
     hashes = digests(num_blocks)
-    return LoadPlan(scheme, hashes, table, hit, held=held, tools=mooncake_tools(**options))
+    return LoadPlan(scheme, hashes, hit, table, held=held, tools=mooncake_tools(**options))
 
 
 def numbers(keys):
@@ -372,8 +372,8 @@ def test_the_neutral_policy_renews_nothing_and_cuts_nothing():
     plan = LoadPlan(
         scheme_of(coord, [flat_layout(size=1 << 20)]),
         digests(64),
-        [list(range(1, 65))],
         coord.find_hit([[True] * 64], 1024),
+        [list(range(1, 65))],
     )
     assert len(plan.next_call().args[0]) == 64
     plan.feed([-707] * 64)
@@ -475,7 +475,7 @@ def test_what_is_left_of_a_hit_past_a_chunk_that_begins_inside_a_block():
     coord = Coordinator([ChunkedLocal(8, chunk_size=27)], 8)
     hit = coord.find_hit([[True] * 4], 32)
     assert (hit.length, hit.masks[0].indices()) == (32, [3])
-    plan = LoadPlan(scheme_of(coord, [flat_layout()]), digests(4), [[1, 2, 3, 4]], hit)
+    plan = LoadPlan(scheme_of(coord, [flat_layout()]), digests(4), hit, [[1, 2, 3, 4]])
     answer_with(plan, lambda call: [-800] * len(call.args[0]))
     assert (plan.result.loaded, plan.result.usable_tokens) == (0, 0)
     assert plan.result.invalid == {"group0": [4]}
@@ -604,19 +604,20 @@ def test_tables_are_named_or_in_order(tables, message):
 def test_hits_that_no_lookup_returns(change, error, message):
     coord = Coordinator([FullAttention(16)], 16)
     good = coord.find_hit([[True] * 4], 64)
-    args = scheme_of(coord, [flat_layout(8)]), digests(4), [[1, 2, 3, 4]]
-    assert len(LoadPlan(*args, good).keys) == 4
+    args, tables = (scheme_of(coord, [flat_layout(8)]), digests(4)), [[1, 2, 3, 4]]
+    assert len(LoadPlan(*args, good, tables).keys) == 4
     # No tail: the last block has the digest of the hit's end.
-    assert LoadPlan(*args, replace(good, tail_tokens=(0,))).keys == LoadPlan(*args, good).keys
+    no_tail = replace(good, tail_tokens=(0,))
+    assert LoadPlan(*args, no_tail, tables).keys == LoadPlan(*args, good, tables).keys
     with pytest.raises(error) as caught:
-        LoadPlan(*args, replace(good, **change))
+        LoadPlan(*args, replace(good, **change), tables)
     assert message in str(caught.value)
 
 
 def test_a_hit_must_be_one():
     scheme = scheme_of(Coordinator([FullAttention(16)], 16), [flat_layout(8)])
-    with pytest.raises(TypeError, match="`hit` must be a Hit, got int"):
-        LoadPlan(scheme, [], [[]], 64)
+    with pytest.raises(TypeError, match=r"`hit` must be a Hit, .*, got int"):
+        LoadPlan(scheme, [], 64, [[]])
     assert Hit(0, (), ()).length == 0
 
 
@@ -625,10 +626,10 @@ def test_a_hit_of_another_statement_is_loaded_by_it():
     coord = Coordinator([FullAttention(16)], 16)
     scheme = scheme_of(coord, [flat_layout(8)])
     hit = replace(coord.find_hit([[True] * 4], 64), held=Held((32,), 32))
-    assert numbers(LoadPlan(scheme, digests(4), [[1, 2, 3, 4]], hit).keys) == [2, 3]
-    assert numbers(LoadPlan(scheme, digests(4), [[0, 0, 3, 4]], hit, held=48).keys) == [3]
+    assert numbers(LoadPlan(scheme, digests(4), hit, [[1, 2, 3, 4]]).keys) == [2, 3]
+    assert numbers(LoadPlan(scheme, digests(4), hit, [[0, 0, 3, 4]], held=48).keys) == [3]
     with pytest.raises(ArgumentError, match="got block 0 of group 'group0' held at the lookup"):
-        LoadPlan(scheme, digests(4), [[1, 2, 3, 4]], hit, held=0)
+        LoadPlan(scheme, digests(4), hit, [[1, 2, 3, 4]], held=0)
 
 
 def test_put_is_what_get_reads():
@@ -654,7 +655,7 @@ def test_put_is_what_get_reads():
 def test_a_plan_without_tools_moves_everything_in_one_call():
     coord = Coordinator([FullAttention(16)], 16)
     hit = coord.find_hit([[True] * 4], 64)
-    plan = LoadPlan(scheme_of(coord, [flat_layout(8)]), digests(4), [[1, 2, 3, 4]], hit)
+    plan = LoadPlan(scheme_of(coord, [flat_layout(8)]), digests(4), hit, [[1, 2, 3, 4]])
     calls = answer_with(plan, lambda call: [64] * len(call.args[0]))
     assert keys_of(calls, GET) == plan.keys
     assert len(calls) == 1

@@ -69,7 +69,7 @@ def save(scheme=SCHEME, **options):
 
 
 def load(scheme=SCHEME, **options):
-    return LoadPlan(scheme, digests(4), TABLES, HIT, **options)
+    return LoadPlan(scheme, digests(4), HIT, TABLES, **options)
 
 
 PLANS = {"lookup": lookup, "save": save, "load": load}
@@ -184,7 +184,7 @@ def test_a_plan_that_needs_no_call_is_done_at_once(make):
     empty = {
         lookup: lambda: LookupPlan(SCHEME, [], 15),
         save: lambda: SavePlan(SCHEME, [], [[]], 15),
-        load: lambda: LoadPlan(SCHEME, [], [[]], COORD.find_hit([[]], 0)),
+        load: lambda: LoadPlan(SCHEME, [], COORD.find_hit([[]], 0), [[]]),
     }
     plan = empty[make]()
     assert plan.next_call() is None
@@ -453,7 +453,7 @@ def test_the_log_of_a_plan_by_hand(caplog):
 def test_events_wait_by_hand_only_where_memory_is_touched():
     event = Event()
     assert drive(save(event=event), Answers(exists=1)).present == 4
-    drive(LoadPlan(SCHEME, digests(4), TABLES, HIT, held=64, event=event), Answers())
+    drive(LoadPlan(SCHEME, digests(4), HIT, TABLES, held=64, event=event), Answers())
     assert event.waits == 0
     drive(save(event=event), Answers())
     drive(load(event=event), Answers())
@@ -602,7 +602,7 @@ def test_a_task_that_is_cancelled_accounts_for_every_key():
     """The call may still be under way: its keys have failed, and no other is tried."""
     coord = Coordinator([FullAttention(16)], 16)
     plan = LoadPlan(
-        scheme_of(coord, [flat_layout(64)]), digests(4), TABLES, HIT,
+        scheme_of(coord, [flat_layout(64)]), digests(4), HIT, TABLES,
         tools=mooncake_tools(max_pieces=1, log=None),
     )  # fmt: skip
     inside, go = threading.Event(), threading.Event()

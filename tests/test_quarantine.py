@@ -114,7 +114,7 @@ def test_a_short_answer_is_of_a_transfer_that_is_over():
 def test_the_neutral_policy_takes_every_failure_for_one_that_goes_on():
     source, target = full_pair()
     source.save(HASHES, 64)
-    plan = LoadPlan(target.bound, HASHES, target.tables, target.lookup(HASHES, 65))
+    plan = LoadPlan(target.bound, HASHES, target.lookup(HASHES, 65), target.tables)
     call = plan.next_call()
     plan.feed([-704] * len(call.args[0]))
     assert plan.next_call() is None

@@ -641,7 +641,7 @@ def test_a_round(seed: int) -> None:
         hit = look.result
         check_lookup(case, look, store.record, held, local, vouched)
         start = len(store.record)
-        load = LoadPlan(scheme, case.hashes, target.tables, hit, event=case.event(), tools=mine)
+        load = LoadPlan(scheme, case.hashes, hit, target.tables, event=case.event(), tools=mine)
         drive(load, store, rng, stop)
         check_load(case, load, hit, store.record[start:], held, source, target)
 

@@ -198,7 +198,7 @@ def test_a_plan_that_lost_a_call_has_no_result(make):
     scheme, tables = scheme_of(coord, [flat_layout()]), [[1, 2, 3, 4]]
     plan = {
         "save": lambda: SavePlan(scheme, digests(4), tables, 64),
-        "load": lambda: LoadPlan(scheme, digests(4), tables, coord.find_hit([[True] * 4], 64)),
+        "load": lambda: LoadPlan(scheme, digests(4), coord.find_hit([[True] * 4], 64), tables),
     }[make]()
     if make == "save":
         plan.next_call()
@@ -215,13 +215,14 @@ def test_a_plan_that_lost_a_call_has_no_result(make):
 def test_a_policy_that_leaves_keys_out_is_refused(name, cut):
     policy = type("Bad", (StorePolicy,), {name: lambda self, num_bytes, sizes: (cut, [])})()
     coord = Coordinator([FULL], 16)
-    args = scheme_of(coord, [flat_layout()]), digests(4), [[1, 2, 3, 4]]
+    args, tables = (scheme_of(coord, [flat_layout()]), digests(4)), [[1, 2, 3, 4]]
     with pytest.raises(ArgumentError, match="`policy` must put every key into one call"):
         if name == "cut_put":
-            plan = SavePlan(*args, 64, tools=PlanTools(policy))
+            plan = SavePlan(*args, tables, 64, tools=PlanTools(policy))
             answer_with(plan, lambda call: [0] * len(call.args[0]))
         else:
-            LoadPlan(*args, coord.find_hit([[True] * 4], 64), tools=PlanTools(policy))
+            hit = coord.find_hit([[True] * 4], 64)
+            LoadPlan(*args, hit, tables, tools=PlanTools(policy))
 
 
 # Marks that run ahead
@@ -373,7 +374,7 @@ def test_a_rank_needs_no_table_for_a_group_that_it_keeps_nothing_of():
     bound = contract.bind({"b": layout()}, pp_rank=1)
     assert len(SavePlan(bound, digests(4), {"b": [1, 2, 3, 4]}, 64).keys) == 4
     hit = contract.coordinator.find_hit([[True] * 4] * 2, 64)
-    assert len(LoadPlan(bound, digests(4), {"b": [1, 2, 3, 4]}, hit).keys) == 4
+    assert len(LoadPlan(bound, digests(4), hit, {"b": [1, 2, 3, 4]}).keys) == 4
     with pytest.raises(ArgumentError, match="`tables` must hold one block table per group"):
         SavePlan(bound, digests(4), {"a": [1, 2, 3, 4]}, 64)
 

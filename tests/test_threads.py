@@ -225,7 +225,7 @@ def plans(n=384):
         look = LookupPlan(scheme, hashes, n)
         answer_with(look, lambda call: [i % 7 != 0 for i in range(len(call.args[0]))])
         hit = coord.find_hit([[True] * n] * 3, n)
-        load = LoadPlan(scheme, hashes, tables, hit, tools=PlanTools(log=None))
+        load = LoadPlan(scheme, hashes, hit, tables, tools=PlanTools(log=None))
         load.next_call()
         load.fail(OSError("gone"))
         assert load.next_call() is None

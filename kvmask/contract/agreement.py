@@ -31,6 +31,7 @@ from kvmask.contract.memory import (
 )
 from kvmask.contract.schemes import lookup_scheme
 from kvmask.contract.shape import (
+    check_stated,
     digest,
     shape,
     stated_facts,
@@ -59,6 +60,7 @@ from kvmask.plans.scheme import Scheme
 from kvmask.ranks import OwnRanks, RankGrid
 
 if TYPE_CHECKING:
+    from kvmask.contract.compare import Difference
     from kvmask.request import CacheRequest
 
 __all__ = ["Contract"]
@@ -162,13 +164,12 @@ class Contract(Frozen):
         names, members = named_groups(groups)
         if hashing is _DEFAULT:
             hashing = Hashing()
-        for value, kind, name in (
-            (hashing, Hashing | None, "hashing"),
-            (ranks, RankGrid, "ranks"),
-            (partial_hits, bool, "partial_hits"),
+        for value, kind, name, shown in (
+            (hashing, Hashing | None, "hashing", "a Hashing, such as Hashing('sha256'), or None"),
+            (ranks, RankGrid, "ranks", "RankGrid"),
+            (partial_hits, bool, "partial_hits", "bool"),
         ):
             if not isinstance(value, kind):
-                shown = getattr(kind, "__name__", str(kind))
                 raise TypeError(f"`{name}` must be {shown}, got {type(value).__name__}")
         if not isinstance(states, str) or states not in STATES:
             raise ArgumentError(f"`states` must be one of {', '.join(STATES)}, got {states!r}")
@@ -323,7 +324,9 @@ class Contract(Frozen):
                     "`payload=layouts` (or a dtype in `facts`) to the contract, got "
                     f"{self.payload[index]} and facts of {list(self.facts)}"
                 )
-            self._compare(index, self._places(index, row, ranks))
+            places = self._places(index, row, ranks)
+            self._compare(index, places)
+            check_stated(self.facts, places.values(), f"layouts[{self.names[index]!r}]")
         devices = sorted({str(item.device) for row in rows for item in row if item.storages})
         if len(devices) > 1:
             raise ArgumentError(f"`layouts` must be on one device, got {devices}")
@@ -463,6 +466,28 @@ class Contract(Frozen):
             num_prompt_tokens=num_prompt_tokens,
             extra_keys=extra_keys,
         )
+
+    def differences(self, other: Contract) -> list[Difference]:
+        """What another contract says otherwise, field by field.
+
+        Args:
+            other: The other contract.
+
+        Returns:
+            What shapes keys or bytes first. When there is none of it, the fingerprints are equal.
+
+        >>> from kvmask.groups import FullAttention
+        >>> mine = Contract([FullAttention(16)], 16, StrictKeys("m"))
+        >>> for found in mine.differences(Contract([FullAttention(32)], 16, StrictKeys("m"))):
+        ...     print(found)
+        groups[0].block_size 16 and 32
+        alignment 16 and 32
+        """
+        from kvmask.contract.compare import differences
+
+        if not isinstance(other, Contract):
+            raise TypeError(f"`other` must be a Contract, got {type(other).__name__}")
+        return differences(self, other)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickle is for another process of the same engine, so it holds the seed.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -51,6 +51,54 @@ def states_bytes(payload: tuple[PayloadFacts, ...] | None, facts: Mapping[str, F
     if payload is not None and all(item.states_bytes for item in payload):
         return True
     return bool(_LAYOUT_FACTS & facts.keys())
+
+
+# Names that users have for element types, and those of the layouts.
+_DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+    "double": "float64",
+}
+_KNOWN = frozenset(
+    {*_DTYPES.values(), "bool", "complex64", "complex128"}
+    | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+)
+# Tensors of these hold bytes whose meaning only the user knows, such as fp8.
+_OPAQUE = frozenset({"uint8", "int8", "bool"})
+
+
+def check_stated(facts: Mapping[str, Fact], places: Iterable[PayloadFacts], name: str) -> None:
+    """Refuse memory of another element type or size than the user's facts state.
+
+    A dtype that is no element type's name is the user's own word, and is not compared.
+
+    Args:
+        facts: The contract's facts.
+        places: What the layouts of one group say.
+        name: The argument, for messages.
+
+    Raises:
+        ArgumentError: They disagree.
+    """
+    said, size = facts.get("dtype"), facts.get("block_bytes")
+    for found in places:
+        if isinstance(said, str) and found.dtype is not None:
+            stated = _DTYPES.get(said.lower(), said.removeprefix("torch."))
+            named = stated in _KNOWN or stated.startswith("float8_")
+            if named and found.dtype != stated and found.dtype not in _OPAQUE:
+                raise ArgumentError(
+                    f"`{name}` must have the dtype that `facts` state, got {found.dtype!r} and "
+                    f"{said!r}; `payload=layouts` states it for each group"
+                )
+        if isinstance(size, int) and found.block_bytes not in (None, size):
+            raise ArgumentError(
+                f"`{name}` must have the block_bytes that `facts` state, "
+                f"got {found.block_bytes} and {size}"
+            )
 
 
 def without_facts(schema: KeySchema) -> KeySchema:

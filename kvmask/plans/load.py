@@ -34,12 +34,13 @@ class LoadPlan(BlockPlan):
     Args:
         source: A bound contract, or a Scheme with memory.
         hashes: One digest for every full hash block of the hit.
-        tables: Per group, by name or in order, the block table that is filled.
         hit: The hit to load.
+        tables: Per group, by name or in order, the block table that is filled.
         held: What the engine holds now and need not be loaded; by default what it held at the
             lookup. It may hold more since, never less.
         event: CUDA event or stream to wait for before memory is written.
         tools: Policy, memos and counters; neutral ones by default.
+        owner: Anything; it stands in the result as `LoadResult.owner`.
 
     Raises:
         ArgumentError: The hit is not one of these groups, or rests on blocks that are not held any
@@ -52,17 +53,19 @@ class LoadPlan(BlockPlan):
         self,
         source: Any,
         hashes: BlockHashes | Sequence[bytes],
-        tables: Any,
         hit: Hit,
+        tables: Any,
         *,
         held: Any = None,
         event: Any = None,
         tools: PlanTools | None = None,
+        owner: object = None,
     ) -> None:
         super().__init__(source, hashes, event, tools)
         scheme, coord = self._scheme, self._scheme.coord
-        rows = block_tables(scheme, tables)
+        self._owner = owner
         self._hit = _checked_hit(hit, len(scheme.groups), coord.hit_alignment)
+        rows = block_tables(scheme, tables)
         if scheme.check_hashes is not None:
             # An engine's own scheme comes with masks of the engine's.
             _check_needs(hit, scheme)
@@ -113,9 +116,11 @@ class LoadPlan(BlockPlan):
         if len(ids) != wanted.count():
             lost = next(start + i for i in wanted.indices() if i >= len(planned) or not planned[i])
             got = table[lost] if lost < len(table) else f"{len(table)} entries"
+            empty = lost < len(table) and got == null
+            hint = f": {null} is the null block, unless `null_block` is another" if empty else ""
             raise BlockIdError(
                 "`tables` must name a block for every block of the hit, "
-                f"got {got} for block {lost} of group {group.name!r}"
+                f"got {got} for block {lost} of group {group.name!r}{hint}"
             )
         if not ids:
             return
@@ -278,6 +283,8 @@ class LoadPlan(BlockPlan):
             {name: sorted(ids) for name, ids in invalid.items()},
             self._usable() if self._failures else self._hit.length,
             quarantine(self._failures) if self._failures else {},
+            held=self._hit.held,
+            owner=self._owner,
         )
 
     def _usable(self) -> int:
@@ -364,7 +371,9 @@ def _check_needs(hit: Hit, scheme: Scheme) -> None:
 
 def _checked_hit(hit: Any, groups: int, alignment: int) -> Hit:
     if not isinstance(hit, Hit):
-        raise TypeError(f"`hit` must be a Hit, got {type(hit).__name__}")
+        raise TypeError(
+            f"`hit` must be a Hit, and stand before the tables, got {type(hit).__name__}"
+        )
     check_integer(hit.length, "hit.length", 0)
     for name, items in (("tail_tokens", hit.tail_tokens), ("masks", hit.masks)):
         if not isinstance(items, tuple | list):

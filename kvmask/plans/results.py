@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,14 @@ def _and_quarantined(groups: dict[str, list[int]]) -> str:
     return f"; {count} blocks in quarantine" if count else ""
 
 
-@dataclass(frozen=True, slots=True)
+def _shape(result: Any, *names: str) -> str:
+    """A result for a debugger: its fields, and its failures in short."""
+    texts = ((name, repr(getattr(result, name))) for name in names)
+    shown = ", ".join(f"{k}={v if len(v) <= 200 else v[:200] + '...'}" for k, v in texts)
+    return f"{type(result).__name__}({shown}, failures=<{describe(result.failures)}>)"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class SaveResult:
     """What became of a save: every planned key is stored, was present, or failed.
 
@@ -102,21 +110,27 @@ class SaveResult:
         quarantined: Per group, by name, the block ids that the store may still read, ascending. A
             put that timed out is not cancelled: until the store's client is closed, what is
             written to these blocks can be sent in place of what was to be saved.
+        owner: What the plan was made by, as `CacheRequest` says it; None for plans made otherwise.
     """
 
     stored: int
     present: int
-    failures: tuple[BlockFailure, ...] = field(repr=False)
+    failures: tuple[BlockFailure, ...]
     mark: int
     writers: int
     num_bytes: int
     pressure: bool = False
-    quarantined: dict[str, list[int]] = field(default_factory=dict, repr=False)
+    quarantined: dict[str, list[int]] = field(default_factory=dict)
+    owner: object = field(default=None, compare=False)
 
     @property
     def ok(self) -> bool:
         """Nothing failed."""
         return not self.failures
+
+    def __repr__(self) -> str:
+        names = ("stored", "present", "mark", "writers", "num_bytes", "pressure", "quarantined")
+        return _shape(self, *names)
 
     def __str__(self) -> str:
         part = "" if self.writers == 1 else f" of this rank's part (1 of {self.writers})"
@@ -127,7 +141,7 @@ class SaveResult:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class LoadResult:
     """What became of a load: every planned key is loaded or failed.
 
@@ -142,19 +156,27 @@ class LoadResult:
         quarantined: Per group, by name, the block ids that the store may still write, ascending;
             all are invalid too. A get that timed out is not cancelled: until the store's client
             is closed, its bytes can arrive and overwrite what these blocks hold by then.
+        held: What the engine held itself at the lookup, as `kvmask.plans.held` has it; None when it
+            was nothing. Whether the store has that is not known.
+        owner: As in `SaveResult`.
     """
 
     loaded: int
-    failures: tuple[BlockFailure, ...] = field(repr=False)
+    failures: tuple[BlockFailure, ...]
     num_bytes: int
     invalid: dict[str, list[int]]
     usable_tokens: int
-    quarantined: dict[str, list[int]] = field(default_factory=dict, repr=False)
+    quarantined: dict[str, list[int]] = field(default_factory=dict)
+    held: Any = field(default=None, compare=False)
+    owner: object = field(default=None, compare=False)
 
     @property
     def ok(self) -> bool:
         """Nothing failed."""
         return not self.failures
+
+    def __repr__(self) -> str:
+        return _shape(self, "loaded", "num_bytes", "invalid", "usable_tokens", "quarantined")
 
     def __str__(self) -> str:
         return (

@@ -18,6 +18,7 @@ from kvmask._core import (
 from kvmask.errors import ArgumentError, PlanStateError
 from kvmask.plans.blocks import BlockPlan, Entries, Rows, block_tables, check_tokens
 from kvmask.plans.calls import EXISTS, PUT, WAIT, Call
+from kvmask.plans.held import Held, held_of
 from kvmask.plans.lookup import check_digests
 from kvmask.plans.policy import CALL_FAILED, NOT_TRIED
 from kvmask.plans.results import BlockFailure, Handoff, SaveResult, quarantine
@@ -48,6 +49,9 @@ class SavePlan(BlockPlan):
             contract's rule.
         reused_tokens: Tokens that a load has filled. Blocks wholly below are not saved: of a window
             a load fills the last blocks alone.
+        held: What the engine held itself at the lookup before that load (`LoadResult.held`). Those
+            blocks are saved all the same: nobody asked whether the store has them.
+        owner: Anything; it stands in the result as `SaveResult.owner`.
 
     Raises:
         ArgumentError: The digests do not cover the tokens, or a count is out of range.
@@ -70,6 +74,8 @@ class SavePlan(BlockPlan):
         tools: PlanTools | None = None,
         masks: Sequence[Bitset | Sequence[bool] | None] | None = None,
         reused_tokens: int = 0,
+        held: Any = None,
+        owner: object = None,
     ) -> None:
         super().__init__(source, hashes, event, tools)
         scheme, coord = self._scheme, self._scheme.coord
@@ -78,6 +84,8 @@ class SavePlan(BlockPlan):
         rows = block_tables(scheme, tables)
         self._start_token = start_token
         self._reused = check_tokens(reused_tokens, "reused_tokens")
+        self._held: Held | None = held_of(scheme, held)
+        self._owner = owner
         # A mark inside a block says that its first part is stored, under its own key. The block as
         # a whole is still to come.
         self._resume = start_token // coord.alignment * coord.alignment
@@ -124,7 +132,8 @@ class SavePlan(BlockPlan):
         size, null = group.block_size, self._tools.null_block
         end = self.num_tokens // size
         first = min(-(-self._resume // size), end)
-        start = min(max(first, self._reused // size), end)
+        fresh = min(max(first, self._reused // size), end)  # what lies below came from the store
+        start = fresh if self._held is None else first
         if mask is not None and start > first:
             mask = mask[start - first :]
         if needed is not None and mask is not None:
@@ -132,6 +141,10 @@ class SavePlan(BlockPlan):
             # Another group can end it earlier, so it can be shorter than the mask.
             ends = [i - start for i in needed.indices() if start <= i < end]
             mask = mask | Bitset.from_indices(len(mask), ends)
+        if self._held is not None and fresh > start:
+            own = self._held.blocks(group, end)[start:]
+            own = own | Bitset.from_indices(len(own), range(fresh - start, len(own)))
+            mask = own if mask is None else mask & own[: len(mask)]
         planned, ids = plan_blocks(mask, end, start, table, group.writers, group.turn, null)
         if len(table) < end:
             self._mark = min(self._mark, len(table) * size)
@@ -436,6 +449,7 @@ class SavePlan(BlockPlan):
             self._num_bytes,
             self._pressure,
             quarantine(self._failures) if self._failures else {},
+            owner=self._owner,
         )
 
 

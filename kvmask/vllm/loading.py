@@ -44,7 +44,7 @@ def _plan(thread: Any, meta: Any, plans: ThreadPlans, tails: list[int]) -> LoadP
     if skip:
         sizes = [db.block_size for db in thread.token_databases]
         held = Held(tuple(-(-skip // size) * size for size in sizes), skip)
-    return LoadPlan(plans.scheme, hashes, meta.block_ids, hit, held=held, tools=plans.tools)
+    return LoadPlan(plans.scheme, hashes, hit, meta.block_ids, held=held, tools=plans.tools)
 
 
 def _skip(thread: Any, meta: Any) -> int:
