@@ -9,6 +9,7 @@ import sys
 import pytest
 from fake_store import EXIST, GET, PUT, REGISTER, FakeStore
 
+import kvmask
 from kvmask import Bitset, ChunkedLocal, FullAttention, Mamba, SlidingWindow
 from kvmask.cli import doctor, main
 from kvmask.cli.explain import describe, draw_mask
@@ -76,7 +77,21 @@ def test_wrong_values_are_told_without_a_traceback(capsys, words, message):
     assert capsys.readouterr().err == message
 
 
-@pytest.mark.parametrize("words", ["", "explain --swa 4 --hash-block 4 --tokens 4", "nonsense"])
+def test_without_a_command_help_is_printed(capsys):
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: kvmask [-h] [--version] COMMAND ...")
+    assert "why" in printed
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"kvmask {kvmask.__version__}\n"
+
+
+@pytest.mark.parametrize("words", ["explain --swa 4 --hash-block 4 --tokens 4", "nonsense"])
 def test_wrong_usage_is_status_2(words):
     with pytest.raises(SystemExit) as caught:
         main(words.split())

@@ -6,8 +6,8 @@ import pytest
 from reference import MASKS, SEARCHES, SEEN, held_blocks
 
 from kvmask import Contract, Coordinator, Hashing, StrictKeys, _core
-from kvmask.cli import GROUPS, make_groups
 from kvmask.cli.explain import explain
+from kvmask.cli.options import GROUPS, make_groups
 from kvmask.coordinator import group_row
 from kvmask.groups import KINDS
 

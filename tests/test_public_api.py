@@ -79,6 +79,7 @@ STAGES = {
     "contract": 3,
     "mooncake": 4,
     "transfer": 4,
+    "why": 4,
     "cli": 5,
     "__main__": 5,
 }

@@ -1,4 +1,4 @@
-"""The `kvmask` command: doctor, demo, explain, bench, key."""
+"""The `kvmask` command: doctor, demo, explain, why, contract, bench, key."""
 
 from __future__ import annotations
 
@@ -7,92 +7,18 @@ import contextlib
 import os
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from kvmask import __version__
+from kvmask.cli.explain_command import add_explain_command
 from kvmask.cli.key import add_key_command
-from kvmask.cli.numbers import natural, number, positive
+from kvmask.cli.numbers import number
+from kvmask.cli.options import add_command
+from kvmask.cli.quiet import quiet_connect
+from kvmask.cli.why import add_why_command
 from kvmask.errors import ArgumentError, KVMaskError
-from kvmask.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow
-
-
-@contextlib.contextmanager
-def hushed() -> Iterator[None]:
-    """Hide what Mooncake's client writes to stderr during its set-up, unless the set-up fails."""
-    sys.stderr.flush()
-    saved = os.dup(2)
-    try:
-        with tempfile.TemporaryFile() as log:
-            os.dup2(log.fileno(), 2)
-            try:
-                yield
-            except Exception:
-                os.dup2(saved, 2)
-                log.seek(0)
-                sys.stderr.write(log.read().decode("utf-8", "replace"))
-                raise
-            finally:
-                os.dup2(saved, 2)
-    finally:
-        os.close(saved)
-
-
-def quiet_connect(*args: Any, **kwargs: Any) -> Any:
-    """`mooncake.connect` without the client's log lines."""
-    from kvmask import mooncake
-
-    with hushed():
-        return mooncake.connect(*args, **kwargs)
-
-
-# Option to class, its sizes in the order given, their names in the help, and the help.
-GROUPS: dict[str, tuple[Any, tuple[str, ...], str, str]] = {
-    "full": (FullAttention, ("block_size",), "BLOCK", "a full-attention group"),
-    "swa": (SlidingWindow, ("block_size", "window"), "BLOCK,WINDOW", "a sliding-window group"),
-    "chunked": (
-        ChunkedLocal,
-        ("block_size", "chunk_size"),
-        "BLOCK,CHUNK",
-        "a chunked local attention group",
-    ),
-    "mamba": (Mamba, ("block_size",), "BLOCK", "a state group"),
-}
-
-
-class GroupAction(argparse.Action):
-    """Collects the values of the options of `GROUPS` in the order given."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        try:
-            numbers = [positive(word) for word in str(values).split(",")]
-        except argparse.ArgumentTypeError as error:
-            raise argparse.ArgumentError(self, str(error)) from None
-        if len(numbers) != len(GROUPS[self.dest][1]):
-            parser.error(f"{option_string} takes {self.metavar}, got {values!r}")
-        namespace.groups = [*(namespace.groups or ()), (self.dest, numbers)]
-
-
-def make_groups(given: Sequence[tuple[str, list[int]]], eagle: Sequence[int] | None) -> list[Any]:
-    """Create groups from the command line.
-
-    `eagle` holds the ids of the EAGLE groups. Empty means all groups that support EAGLE.
-    """
-    if eagle is not None and any(not 0 <= g < len(given) for g in eagle):
-        raise ArgumentError(f"`eagle` must name groups below {len(given)}, got {list(eagle)}")
-    groups = []
-    for g, (option, numbers) in enumerate(given):
-        make, names, _, _ = GROUPS[option]
-        flag = eagle is not None and (g in eagle if eagle else make.drops_for_eagle)
-        groups.append(make(**dict(zip(names, numbers, strict=True)), eagle=flag))
-    return groups
 
 
 def run_doctor(args: argparse.Namespace) -> int:
@@ -109,37 +35,6 @@ def run_demo(args: argparse.Namespace) -> int:
     from kvmask.cli import demo
 
     return demo.run(args.tokens, args.memory, quiet_connect)
-
-
-def run_explain(args: argparse.Namespace) -> int:
-    import kvmask
-    from kvmask.cli import explain
-
-    if not args.groups:
-        options = ", ".join(f"--{option}" for option in GROUPS)
-        raise ArgumentError(f"`explain` needs at least one of {options}")
-    coord = kvmask.Coordinator(
-        make_groups(args.groups, args.eagle),
-        hash_block_size=args.hash_block,
-        alignment=args.alignment,
-        retention_interval=args.retention,
-        partial_hits=args.partial,
-    )
-    if args.tokens < coord.hit_alignment:
-        raise ArgumentError(
-            f"`--tokens` must be at least {coord.hit_alignment}, what hits are multiples of, "
-            f"got {args.tokens}"
-        )
-    print(
-        explain.explain(
-            coord,
-            args.tokens,
-            start_token=args.start,
-            num_prompt_tokens=args.prompt,
-            width=args.width,
-        )
-    )
-    return 0
 
 
 def run_bench(args: argparse.Namespace) -> int:
@@ -166,12 +61,25 @@ def run_bench(args: argparse.Namespace) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog="kvmask", description="Masks, keys and transfers of a KV cache kept in Mooncake Store."
+        prog="kvmask",
+        description="Masks, keys and transfers of a KV cache kept in Mooncake Store.",
+        epilog="`kvmask COMMAND --help` tells the options of a command, with an example.",
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser.add_argument("--version", action="version", version=f"kvmask {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    doctor = commands.add_parser("doctor", help="check this machine, one line per check")
-    doctor.add_argument("--config", metavar="PATH", help="the store's JSON file")
+    doctor = add_command(
+        commands,
+        "doctor",
+        "check this machine, one line per check",
+        "Check this machine, one line per check: Python, the compiled core, libraries, Mooncake, "
+        "the store's configuration, its pool, and a round trip of bytes between two processes. "
+        "Exit with 1 if a check fails.",
+        "kvmask doctor --config mooncake.json",
+    )
+    doctor.add_argument(
+        "--config", metavar="PATH", help="the store's JSON file; default: $MOONCAKE_CONFIG_PATH"
+    )
     doctor.add_argument(
         "--timeout",
         type=number(1, 3600),
@@ -181,42 +89,63 @@ def build_parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=run_doctor)
 
-    demo = commands.add_parser("demo", help="save, look up and load a request on this machine")
-    demo.add_argument("--tokens", type=number(1, 1 << 20), default=32_768)
-    demo.add_argument("--memory", choices=["auto", "torch", "numpy"], default="auto")
+    demo = add_command(
+        commands,
+        "demo",
+        "save, look up and load a request on this machine",
+        "Start a Mooncake master on loopback, save the KV cache of a request in the groups of "
+        "DeepSeek-V4, find it from a second client, load it into other blocks, and compare every "
+        "byte.",
+        "kvmask demo --tokens 32768",
+    )
+    demo.add_argument(
+        "--tokens",
+        type=number(1, 1 << 20),
+        default=32_768,
+        help="tokens of the request, a multiple of 256",
+    )
+    demo.add_argument(
+        "--memory",
+        choices=["auto", "torch", "numpy"],
+        default="auto",
+        help="what the tensors are made of; auto takes torch where it is installed",
+    )
     demo.set_defaults(run=run_demo)
 
-    explain = commands.add_parser("explain", help="draw the masks of KV cache groups")
-    for option, (_, _, metavar, text) in GROUPS.items():
-        explain.add_argument(f"--{option}", action=GroupAction, metavar=metavar, help=text)
-    explain.add_argument("--hash-block", type=positive, required=True, metavar="TOKENS")
-    explain.add_argument("--tokens", type=positive, required=True)
-    explain.add_argument(
-        "--eagle",
-        type=natural,
-        nargs="*",
-        metavar="GROUP",
-        help="EAGLE groups; all when none is named",
-    )
-    explain.add_argument("--retention", type=natural, metavar="TOKENS")
-    explain.add_argument("--alignment", type=positive, metavar="TOKENS")
-    explain.add_argument("--partial", action="store_true", help="hits may end inside a block")
-    explain.add_argument("--start", type=natural, default=0, help="first token of the store masks")
-    explain.add_argument(
-        "--prompt", type=positive, help="tokens of the prompt, for sparse retention"
-    )
-    explain.add_argument(
-        "--width", type=number(1, 10_000), default=64, help="characters per picture"
-    )
-    explain.set_defaults(run=run_explain, groups=None)
+    add_explain_command(commands)
+    add_why_command(commands)
 
-    bench = commands.add_parser("bench", help="time the hot path, without a store")
-    bench.add_argument("--shape", action="append", choices=["DeepSeek-V4", "Gemma", "full 16"])
-    bench.add_argument("--tokens", type=number(1, 1 << 22), nargs="+", default=[8_192, 131_072])
+    bench = add_command(
+        commands,
+        "bench",
+        "time the hot path, without a store",
+        "Time masks, keys, addresses and lookups on this machine. The store of the lookups has "
+        "every key and takes no time.",
+        "kvmask bench --shape DeepSeek-V4 --tokens 8192 --repeat 1",
+    )
+    bench.add_argument(
+        "--shape",
+        action="append",
+        choices=["DeepSeek-V4", "Gemma", "full 16"],
+        help="groups of a model; default: all",
+    )
+    bench.add_argument(
+        "--tokens",
+        type=number(1, 1 << 22),
+        nargs="+",
+        default=[8_192, 131_072],
+        help="lengths of the request",
+    )
     bench.add_argument("--repeat", type=number(1, 1_000_000), default=5, help="runs of each step")
     bench.set_defaults(run=run_bench)
 
     add_key_command(commands)
+
+    def run_help(args: argparse.Namespace) -> int:
+        parser.print_help()
+        return 0
+
+    parser.set_defaults(run=run_help)
     return parser
 
 

@@ -284,12 +284,17 @@ def add_key_command(commands: Any) -> argparse.ArgumentParser:
     Returns:
         The subcommand's parser. Its default `run` is a function of the parsed arguments.
     """
-    parser: argparse.ArgumentParser = commands.add_parser(
+    from kvmask.cli.options import add_command  # which names the engines of this module
+
+    parser = add_command(
+        commands,
         "key",
-        help="make an engine's keys from token ids, or take keys apart",
-        description="Without KEY, print the keys of the tokens in a file, one per block, after the "
-        "first token and the one past the last. With KEY, print what it is made of, in every "
-        "engine's reading unless --engine is given.",
+        "make an engine's keys from token ids, or take keys apart",
+        "Without KEY, print the keys of the tokens in a file, one per block, after the first token "
+        "and the one past the last. With KEY, print what it is made of, in every engine's reading "
+        "unless --engine is given.",
+        "kvmask key --engine vllm DeepSeek-V4@tp_rank:1@pcp0@dcp0@pp_rank:0@group:2@00ff\n"
+        "kvmask key --model m --tokens prompt.json --block-size 16",
     )
     parser.add_argument("keys", nargs="*", metavar="KEY", help="a key to take apart")
     parser.add_argument("--engine", choices=list(ENGINES), help="default: vllm")

@@ -1,0 +1,219 @@
+"""Options that several commands share: groups, the rest of a contract, and how help looks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from kvmask.cli.numbers import natural, number, positive
+from kvmask.contract import Contract
+from kvmask.errors import ArgumentError
+from kvmask.groups import ChunkedLocal, FullAttention, Group, Mamba, SlidingWindow
+
+# Option to class, its sizes in the order given, their names in the help, and the help.
+GROUPS: dict[str, tuple[Any, tuple[str, ...], str, str]] = {
+    "full": (FullAttention, ("block_size",), "BLOCK", "a full-attention group"),
+    "swa": (SlidingWindow, ("block_size", "window"), "BLOCK,WINDOW", "a sliding-window group"),
+    "chunked": (
+        ChunkedLocal,
+        ("block_size", "chunk_size"),
+        "BLOCK,CHUNK",
+        "a chunked local attention group",
+    ),
+    "mamba": (Mamba, ("block_size",), "BLOCK", "a state group"),
+}
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Help with defaults, and with the examples as they are written."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        # No default at all, and those of switches, say nothing.
+        if action.default is None or isinstance(action.default, bool) or not action.option_strings:
+            return action.help
+        return super()._get_help_string(action) if action.help else "default: %(default)s"
+
+
+def add_command(
+    commands: Any, name: str, summary: str, description: str, example: str
+) -> argparse.ArgumentParser:
+    """Add a subcommand whose help ends with an example.
+
+    Args:
+        commands: The object that `argparse.ArgumentParser.add_subparsers` returned.
+        name: Name of the command.
+        summary: What it does, in the list of commands.
+        description: What it does, at the head of its own help.
+        example: One or more command lines.
+    """
+    lines = "\n".join(f"  {line}" for line in example.splitlines())
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=f"example:\n{lines}",
+        formatter_class=Help,
+    )
+    parser.set_defaults(example=example)
+    return parser
+
+
+class GroupAction(argparse.Action):
+    """Collects the values of the options of `GROUPS` in the order given."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        try:
+            numbers = [positive(word) for word in str(values).split(",")]
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+        if len(numbers) != len(GROUPS[self.dest][1]):
+            parser.error(f"{option_string} takes {self.metavar}, got {values!r}")
+        namespace.groups = [*(namespace.groups or ()), (self.dest, numbers)]
+
+
+def make_groups(given: Sequence[tuple[str, list[int]]], eagle: Sequence[int] | None) -> list[Group]:
+    """Create groups from the command line.
+
+    `eagle` holds the ids of the EAGLE groups. Empty means all groups that support EAGLE.
+    """
+    if eagle is not None and any(not 0 <= g < len(given) for g in eagle):
+        raise ArgumentError(f"`eagle` must name groups below {len(given)}, got {list(eagle)}")
+    groups: list[Group] = []
+    for g, (option, numbers) in enumerate(given):
+        make, names, _, _ = GROUPS[option]
+        flag = eagle is not None and (g in eagle if eagle else make.drops_for_eagle)
+        groups.append(make(**dict(zip(names, numbers, strict=True)), eagle=flag))
+    return groups
+
+
+def add_group_options(parser: Any) -> None:
+    """Add the options that describe groups and how hits are aligned."""
+    for option, (_, _, metavar, text) in GROUPS.items():
+        parser.add_argument(f"--{option}", action=GroupAction, metavar=metavar, help=text)
+    parser.add_argument(
+        "--eagle",
+        type=natural,
+        nargs="*",
+        metavar="GROUP",
+        help="EAGLE groups; all when none is named",
+    )
+    parser.add_argument(
+        "--hash-block",
+        type=positive,
+        metavar="TOKENS",
+        help="tokens per block hash; default: what divides the blocks of all groups",
+    )
+    parser.add_argument(
+        "--alignment",
+        type=positive,
+        metavar="TOKENS",
+        help="what hits are multiples of; default: what all blocks divide",
+    )
+    parser.add_argument("--partial", action="store_true", help="hits may end inside a block")
+    parser.set_defaults(groups=None)
+
+
+def add_contract_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe a contract without a file."""
+    from kvmask.cli.key import ENGINES
+
+    described = parser.add_argument_group("a contract without a file")
+    add_group_options(described)
+    described.add_argument(
+        "--engine", choices=list(ENGINES), default="vllm", help="whose keys they are"
+    )
+    described.add_argument("--release", help="of the engine, as in 0.32")
+    described.add_argument("--model", help="name of the model")
+    described.add_argument(
+        "--set", action="append", metavar="NAME=VALUE", help="any other part of the keys"
+    )
+    described.add_argument("--algorithm", help="hash algorithm; default: sha256")
+    for name, text in (
+        ("tp", "tensor-parallel ranks"),
+        ("pp", "pipeline stages"),
+        ("dcp", "decode-context-parallel ranks"),
+        ("pcp", "prefill-context-parallel ranks"),
+    ):
+        described.add_argument(f"--{name}", type=number(1, 1 << 16), metavar="RANKS", help=text)
+    described.add_argument(
+        "--kv-heads", type=positive, metavar="HEADS", help="KV heads of the model; 1 for MLA"
+    )
+
+
+# Options that say what a contract file says, with their defaults.
+_OF_A_CONTRACT: dict[str, Any] = {
+    "groups": None,
+    "eagle": None,
+    "hash_block": None,
+    "alignment": None,
+    "partial": False,
+    "engine": "vllm",
+    "release": None,
+    "model": None,
+    "set": None,
+    "algorithm": None,
+    "tp": None,
+    "pp": None,
+    "dcp": None,
+    "pcp": None,
+    "kv_heads": None,
+}
+
+
+def contract_of(args: argparse.Namespace) -> Contract:
+    """The contract of a file, or the one that the options describe."""
+    from kvmask.cli.key import make_schema
+    from kvmask.hashing.settings import Hashing
+    from kvmask.ranks import RankGrid
+
+    said = [name for name, default in _OF_A_CONTRACT.items() if getattr(args, name) != default]
+    if args.contract is not None:
+        if said:
+            shown = "--full and the like" if said[0] == "groups" else f"--{said[0]}"
+            raise ArgumentError(
+                f"`--contract` says all that the others say, got {shown.replace('_', '-')} too"
+            )
+        return Contract.read(args.contract, seed=args.seed)
+    if not args.groups:
+        options = ", ".join(f"--{option}" for option in GROUPS)
+        raise ArgumentError(f"`--contract` or at least one of {options} must be given, got none")
+    groups = make_groups(args.groups, args.eagle)
+    args.tp_rank = args.pp_rank = args.group = None  # the contract fills them in
+    grid = {f"{name}_size": getattr(args, name) for name in ("tp", "pp", "dcp", "pcp")}
+    hashes_here = args.engine in ("vllm", "ascend", "strict")
+    if not hashes_here:
+        raise ArgumentError(
+            f"`--engine` must be one whose digests kvmask's contracts make: vllm, ascend or "
+            f"strict, got {args.engine!r}"
+        )
+    release = args.release if args.engine == "vllm" and args.release else "0.32"
+    return Contract(
+        groups,
+        args.hash_block or common_block(groups),
+        make_schema(args),
+        Hashing(args.algorithm or "sha256", seed=args.seed, release=release),
+        alignment=args.alignment,
+        partial_hits=args.partial,
+        ranks=RankGrid(
+            **{name: size for name, size in grid.items() if size is not None},
+            kv_heads=args.kv_heads,
+        ),
+    )
+
+
+def common_block(groups: Sequence[Group]) -> int:
+    """The largest hash block that fits the blocks of all cacheable groups.
+
+    >>> common_block([FullAttention(64), SlidingWindow(16, window=32)])
+    16
+    """
+    import math
+
+    return math.gcd(*(group.block_size for group in groups if group.prefix_cacheable)) or 1

@@ -1,0 +1,107 @@
+"""The prompt of a command: token ids from a file, from stdin or as a list, or text to tokenize."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvmask.cli.key import read_tokens
+from kvmask.errors import ArgumentError, MissingDependencyError
+
+_LIST = re.compile(r"\d+(?:\s*,\s*\d+)*\s*,?")
+
+
+def add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which prompt is meant."""
+    prompt = parser.add_argument_group("the prompt")
+    prompt.add_argument(
+        "--tokens",
+        metavar="IDS",
+        help="token ids: a file (JSON or plain), - for stdin, or a list such as 1,2,3",
+    )
+    prompt.add_argument("--text", help="text to tokenize; needs --tokenizer")
+    prompt.add_argument(
+        "--text-file", metavar="FILE", help="a file with the text, - for stdin; needs --tokenizer"
+    )
+    prompt.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="tokenizer.json of the model, or its folder; needs the package `tokenizers`",
+    )
+    prompt.add_argument(
+        "--no-special-tokens",
+        action="store_true",
+        help="do not add the tokens that the tokenizer puts around a text",
+    )
+    prompt.add_argument("--salt", help="the request's cache salt")
+    prompt.add_argument("--adapter", nargs=2, metavar=("NAME", "PATH"), help="LoRA adapter")
+
+
+def prompt_tokens(args: argparse.Namespace) -> list[int]:
+    """The token ids that the options name."""
+    given = [n for n in ("tokens", "text", "text_file") if getattr(args, n) is not None]
+    if len(given) != 1:
+        shown = ", ".join(f"--{n.replace('_', '-')}" for n in given) or "none"
+        raise ArgumentError(
+            f"exactly one of `--tokens`, `--text` and `--text-file` must be given, got {shown}"
+        )
+    if args.tokens is not None:
+        if args.tokenizer is not None:
+            raise ArgumentError("`--tokenizer` is for text, got it beside `--tokens`")
+        if _LIST.fullmatch(args.tokens.strip()) and not Path(args.tokens).exists():
+            return [int(word) for word in args.tokens.split(",") if word.strip()]
+        return read_tokens(args.tokens)
+    if args.tokenizer is None:
+        raise ArgumentError(
+            f"`--tokenizer` must name a tokenizer.json for `--{given[0].replace('_', '-')}`, "
+            "got none"
+        )
+    text = args.text if args.text is not None else _read_text(args.text_file)
+    return tokenize(text, args.tokenizer, special=not args.no_special_tokens)
+
+
+def _read_text(path: str) -> str:
+    try:
+        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, AttributeError) as error:
+        raise ArgumentError(
+            f"`--text-file` must name a readable file, got {path!r}: {error}"
+        ) from None
+
+
+def tokenize(text: str, path: str, *, special: bool = True) -> list[int]:
+    """The token ids of a text.
+
+    Args:
+        text: The text. No chat template is applied to it.
+        path: A tokenizer.json, or a folder that has one.
+        special: Add the tokens that the tokenizer puts around a text.
+
+    Raises:
+        ArgumentError: There is no such file, or it is no tokenizer.
+        MissingDependencyError: The package `tokenizers` is not installed.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file /= "tokenizer.json"
+    if not file.is_file():
+        raise ArgumentError(
+            f"`--tokenizer` must be a tokenizer.json or a folder that has one, got {path!r}"
+        )
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"text needs a tokenizer: pip install tokenizers, or pass token ids ({error})"
+        ) from None
+    try:
+        tokenizer: Any = Tokenizer.from_file(str(file))
+    except Exception as error:  # the package raises Exception itself
+        raise ArgumentError(
+            f"`--tokenizer` must be a tokenizer.json, got {str(file)!r}: {error}"
+        ) from None
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
+    return ids

@@ -1,0 +1,78 @@
+"""Connecting without the log lines of Mooncake's client."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def hushed() -> Iterator[None]:
+    """Hide what Mooncake's client writes to stderr during its set-up, unless the set-up fails."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    try:
+        with tempfile.TemporaryFile() as log:
+            os.dup2(log.fileno(), 2)
+            try:
+                yield
+            except Exception:
+                os.dup2(saved, 2)
+                log.seek(0)
+                sys.stderr.write(log.read().decode("utf-8", "replace"))
+                raise
+            finally:
+                os.dup2(saved, 2)
+    finally:
+        os.close(saved)
+
+
+def quiet_connect(*args: Any, **kwargs: Any) -> Any:
+    """`mooncake.connect` without the client's log lines."""
+    from kvmask import mooncake
+
+    with hushed():
+        return mooncake.connect(*args, **kwargs)
+
+
+def connect_to_ask(
+    config: str | None = None, master: str | None = None, timeout: float = 10.0
+) -> Any:
+    """A store for questions alone: it has no transfer engine and gives the pool no memory.
+
+    Args:
+        config: Path of the store's JSON file. None takes the environment, as `mooncake.connect`.
+        master: Address of the master, as host:port, instead.
+        timeout: Seconds to wait for the master.
+    """
+    import dataclasses
+    import warnings
+
+    from kvmask import mooncake
+    from kvmask.errors import ArgumentError, StoreConfigWarning
+
+    if master is not None:
+        if config is not None:
+            raise ArgumentError(
+                f"`--config` and `--master` exclude each other, got {config!r} and {master!r}"
+            )
+        settings = mooncake.StoreConfig.from_mapping(
+            {"master_server_address": master, "protocol": "rpc_only"}
+        )
+    else:
+        with warnings.catch_warnings():
+            # They are about the memory and the transport of an engine's client.
+            warnings.simplefilter("ignore", StoreConfigWarning)
+            settings = mooncake.load_settings(config)
+            settings = dataclasses.replace(
+                settings,
+                protocol="rpc_only",
+                device_name="",
+                global_segment_size=0,
+                local_buffer_size=0,
+            )
+    return quiet_connect(settings, timeout=timeout)
