@@ -23,6 +23,7 @@ GROUPS = {
     "other": FullAttention(64, spec="other heads"),
 }
 TOKENS = list(range(64 * 12 + 1))
+ENV = os.environ | {"PYTHONPATH": os.path.dirname(os.path.dirname(kvmask.__file__))}
 CONTRACT = Contract(
     GROUPS,
     16,
@@ -197,7 +198,7 @@ def test_asking_gives_the_pool_no_memory_and_moves_no_bytes(files, master):
         sys.exit(status)
     """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=files
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=ENV
     )
     assert done.returncode == 0, done.stderr
     assert "listening: []" in done.stdout
@@ -404,7 +405,7 @@ def test_text_with_a_tokenizer(tmp_path, asked, capsys):
 
 
 def test_the_command_as_users_run_it(files):
-    env = os.environ | {"PYTHONPATH": os.path.dirname(os.path.dirname(kvmask.__file__))}
+    env = dict(ENV)
     env.pop("MOONCAKE_CONFIG_PATH", None)
     env.pop("MOONCAKE_MASTER", None)
     done = subprocess.run(

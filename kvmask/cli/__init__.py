@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvmask import __version__
+from kvmask.cli.commands import add_command
 from kvmask.cli.explain_command import add_explain_command
 from kvmask.cli.key import add_key_command
 from kvmask.cli.numbers import number
-from kvmask.cli.options import add_command
 from kvmask.cli.quiet import quiet_connect
 from kvmask.cli.why import add_why_command
 from kvmask.errors import ArgumentError, KVMaskError

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from kvmask.cli.commands import add_command
 from kvmask.cli.explain import explain
 from kvmask.cli.numbers import natural, number, positive
-from kvmask.cli.options import GROUPS, add_command, add_group_options, common_block, make_groups
+from kvmask.cli.options import GROUPS, add_group_options, common_block, make_groups
 from kvmask.cli.terminal import picture_width
 from kvmask.coordinator import Coordinator
 from kvmask.errors import ArgumentError

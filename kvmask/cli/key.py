@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmask._core import BlockHashes
+from kvmask.cli.commands import add_command
 from kvmask.cli.numbers import natural, positive
 from kvmask.errors import ArgumentError, KeyFormatError, KeyFormatWarning
 from kvmask.hashing.chain import ALGORITHMS, hash_tokens, start_hash
@@ -284,8 +285,6 @@ def add_key_command(commands: Any) -> argparse.ArgumentParser:
     Returns:
         The subcommand's parser. Its default `run` is a function of the parsed arguments.
     """
-    from kvmask.cli.options import add_command  # which names the engines of this module
-
     parser = add_command(
         commands,
         "key",
@@ -299,9 +298,9 @@ def add_key_command(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("keys", nargs="*", metavar="KEY", help="a key to take apart")
     parser.add_argument("--engine", choices=list(ENGINES), help="default: vllm")
     parser.add_argument("--release", help="of the engine, as in 0.32")
-    parser.add_argument("--model")
-    parser.add_argument("--tp-rank", type=natural, metavar="RANK")
-    parser.add_argument("--pp-rank", type=natural, metavar="RANK")
+    parser.add_argument("--model", help="name of the model")
+    parser.add_argument("--tp-rank", type=natural, metavar="RANK", help="tensor-parallel rank")
+    parser.add_argument("--pp-rank", type=natural, metavar="RANK", help="pipeline rank")
     parser.add_argument("--group", type=natural, metavar="INDEX", help="KV cache group")
     parser.add_argument(
         "--set", action="append", metavar="NAME=VALUE", help="any other part of the key"
@@ -318,6 +317,6 @@ def add_key_command(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--seed", help="text of the start hash; default: as the engine")
     parser.add_argument("--salt", help="the request's cache salt")
     parser.add_argument("--adapter", nargs=2, metavar=("NAME", "PATH"), help="LoRA adapter")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run_key)
     return parser

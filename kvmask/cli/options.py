@@ -1,15 +1,19 @@
-"""Options that several commands share: groups, the rest of a contract, and how help looks."""
+"""Options that several commands share: groups, and the rest of a contract."""
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from typing import Any
 
+from kvmask.cli.key import ENGINES, make_schema
 from kvmask.cli.numbers import natural, number, positive
 from kvmask.contract import Contract
 from kvmask.errors import ArgumentError
 from kvmask.groups import ChunkedLocal, FullAttention, Group, Mamba, SlidingWindow
+from kvmask.hashing.settings import Hashing
+from kvmask.ranks import RankGrid
 
 # Option to class, its sizes in the order given, their names in the help, and the help.
 GROUPS: dict[str, tuple[Any, tuple[str, ...], str, str]] = {
@@ -23,40 +27,6 @@ GROUPS: dict[str, tuple[Any, tuple[str, ...], str, str]] = {
     ),
     "mamba": (Mamba, ("block_size",), "BLOCK", "a state group"),
 }
-
-
-class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Help with defaults, and with the examples as they are written."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        # No default at all, and those of switches, say nothing.
-        if action.default is None or isinstance(action.default, bool) or not action.option_strings:
-            return action.help
-        return super()._get_help_string(action) if action.help else "default: %(default)s"
-
-
-def add_command(
-    commands: Any, name: str, summary: str, description: str, example: str
-) -> argparse.ArgumentParser:
-    """Add a subcommand whose help ends with an example.
-
-    Args:
-        commands: The object that `argparse.ArgumentParser.add_subparsers` returned.
-        name: Name of the command.
-        summary: What it does, in the list of commands.
-        description: What it does, at the head of its own help.
-        example: One or more command lines.
-    """
-    lines = "\n".join(f"  {line}" for line in example.splitlines())
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=summary,
-        description=description,
-        epilog=f"example:\n{lines}",
-        formatter_class=Help,
-    )
-    parser.set_defaults(example=example)
-    return parser
 
 
 class GroupAction(argparse.Action):
@@ -122,8 +92,6 @@ def add_group_options(parser: Any) -> None:
 
 def add_contract_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe a contract without a file."""
-    from kvmask.cli.key import ENGINES
-
     described = parser.add_argument_group("a contract without a file")
     add_group_options(described)
     described.add_argument(
@@ -169,10 +137,6 @@ _OF_A_CONTRACT: dict[str, Any] = {
 
 def contract_of(args: argparse.Namespace) -> Contract:
     """The contract of a file, or the one that the options describe."""
-    from kvmask.cli.key import make_schema
-    from kvmask.hashing.settings import Hashing
-    from kvmask.ranks import RankGrid
-
     said = [name for name, default in _OF_A_CONTRACT.items() if getattr(args, name) != default]
     if args.contract is not None:
         if said:
@@ -214,6 +178,4 @@ def common_block(groups: Sequence[Group]) -> int:
     >>> common_block([FullAttention(64), SlidingWindow(16, window=32)])
     16
     """
-    import math
-
     return math.gcd(*(group.block_size for group in groups if group.prefix_cacheable)) or 1

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvmask._core import Bitset
+from kvmask.cli.commands import add_command
 from kvmask.cli.explain import describe, draw_mask
 from kvmask.cli.numbers import number
-from kvmask.cli.options import add_command, add_contract_options, contract_of
+from kvmask.cli.options import add_contract_options, contract_of
 from kvmask.cli.prompt import add_prompt_options, prompt_tokens
 from kvmask.cli.quiet import connect_to_ask
 from kvmask.cli.terminal import Paint, Progress, picture_width

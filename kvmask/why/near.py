@@ -216,10 +216,7 @@ def usual_changes(contract: Contract, extra_keys: bool) -> Iterator[dict[str, An
         yield from ({"algorithm": name, "seed": seed} for name in others for seed in seeds)
     schema = next(row[0] for row in contract.keys if row)
     for name in ("cache_prefix", "namespace"):
-        if isinstance(schema, VllmKeys | StrictKeys) and getattr(schema, name, None) not in (
-            None,
-            "",
-        ):
+        if isinstance(schema, VllmKeys | StrictKeys) and bool(getattr(schema, name, "")):
             yield {name: ""}
     if isinstance(schema, VllmKeys) and not all(contract.keys):
         yield {"release": "0.28" if not schema.numbers_all_groups else "0.32"}
