@@ -21,7 +21,7 @@ ascend_world.modules()
 import kvmask.ascend
 from kvmask import _plugin
 from kvmask.ascend import database, lookup, masks, releases, rules
-from kvmask.ascend.install import REPLACEMENTS
+from kvmask.ascend.install import LISTENERS, REPLACEMENTS
 from kvmask.errors import ArgumentError, BlockIdError, UnsupportedReleaseError
 
 pytestmark = pytest.mark.vllm
@@ -179,26 +179,6 @@ def test_any_backend_with_exists_will_do() -> None:
         assert "def exists(self, keys: list[str]) -> list[int]:" in text
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"use_layerwise": True}, "layerwise transfer"),
-        ({"kv_cache_group_ids": [0, 1]}, "some of the cache groups"),
-    ],
-)
-def test_what_stays_stock_is_stocks_and_said_once(change: dict[str, Any], why: str) -> None:
-    worker = ascend_world.make_worker(HYBRID)
-    hashes = [d.hex() for d in digests(10)]
-    seen = []
-    worker.m_store = ascend_world.ScriptedStore(set())
-    args = {"kv_cache_group_ids": IDS, **change}
-    for function in (stock("worker.lookup_scheduler"), lookup.lookup_scheduler):
-        worker.m_store = ascend_world.ScriptedStore(set())
-        seen.append((function(worker, 160, hashes, **args), worker.m_store.asked))
-    assert seen[0] == seen[1]
-    assert any(why in text for text in worker.__dict__["_kvmask_said"])
-
-
 def test_an_unknown_manager_stays_stock(monkeypatch: Any) -> None:
     worker = ascend_world.make_worker(HYBRID)
     coord = worker.cache_coordinator
@@ -267,7 +247,7 @@ def test_the_plugin_acts_only_when_it_is_switched_on(monkeypatch: Any) -> None:
     monkeypatch.setenv("KVMASK_ASCEND", "1")
     monkeypatch.setenv("KVMASK_LOOKUP", "exact")
     _plugin.ascend()  # the worker's module is there already
-    assert releases.seams.placed() == set(REPLACEMENTS)
+    assert releases.seams.placed() == REPLACEMENTS.keys() | LISTENERS.keys()
     assert lookup._default["lookup"] == "exact"
 
 

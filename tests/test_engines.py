@@ -6,6 +6,7 @@ They need no engine: a module made here stands for one.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import sys
 from collections.abc import Iterator
@@ -141,10 +142,20 @@ def test_a_kind_is_told_by_the_source_of_its_functions() -> None:
     assert kinds.kind_of(SimpleNamespace) is None
 
 
-def test_something_follows_an_import(tmp_path: Path, monkeypatch: Any) -> None:
-    (tmp_path / "kvmask_late_module.py").write_text("value = 1\n")
+@pytest.fixture
+def late(tmp_path: Path, monkeypatch: Any) -> Iterator[Path]:
+    """A module that nobody has imported yet."""
+    path = tmp_path / "kvmask_late_module.py"
+    path.write_text("value = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
+    before = list(sys.meta_path)
+    yield path
+    sys.meta_path[:] = before
+    sys.modules.pop("kvmask_late_module", None)
+
+
+def test_something_follows_an_import(late: Path) -> None:
     before = list(sys.meta_path)
     seen: list[Any] = []
     after_import("kvmask_late_module", lambda: seen.append(sys.modules["kvmask_late_module"].value))
@@ -155,4 +166,56 @@ def test_something_follows_an_import(tmp_path: Path, monkeypatch: Any) -> None:
     assert type(module.__loader__).__module__ != "kvmask.engines.after_import"
     after_import("kvmask_late_module", lambda: seen.append(2))
     assert seen == [1, 2]
-    sys.modules.pop("kvmask_late_module")
+
+
+def test_looking_for_a_module_is_no_import(late: Path) -> None:
+    seen: list[int] = []
+    after_import("kvmask_late_module", lambda: seen.append(1))
+    for _ in range(2):
+        spec = importlib.util.find_spec("kvmask_late_module")
+        assert spec is not None
+        assert spec.loader.get_filename("kvmask_late_module") == str(late)
+    assert not seen
+    importlib.import_module("kvmask_late_module")
+    assert seen == [1]
+
+
+def test_an_import_that_fails_is_tried_again(late: Path) -> None:
+    late.write_text("raise ImportError('not yet')\n")
+    seen: list[int] = []
+    after_import("kvmask_late_module", lambda: seen.append(1))
+    for _ in range(2):
+        with pytest.raises(ImportError, match="not yet"):
+            importlib.import_module("kvmask_late_module")
+    late.write_text("value = 'later'\n")
+    importlib.invalidate_caches()
+    importlib.import_module("kvmask_late_module")
+    assert seen == [1]
+
+
+def test_two_follow_one_import(late: Path) -> None:
+    seen: list[int] = []
+    before = list(sys.meta_path)
+    after_import("kvmask_late_module", lambda: seen.append(1))
+    after_import("kvmask_late_module", lambda: seen.append(2))
+    importlib.import_module("kvmask_late_module")
+    assert sorted(seen) == [1, 2]
+    assert sys.meta_path == before
+
+
+def test_a_module_that_is_not_there_stays_away(late: Path) -> None:
+    late.unlink()
+    importlib.invalidate_caches()
+    after_import("kvmask_late_module", lambda: None)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("kvmask_late_module")
+
+
+def test_what_somebody_else_put_on_top_stays(engine: Any) -> None:
+    seams = Seams(PATHS, prefix="kvmask_toy_engine:")
+    seams.place({"ask": lambda self, n: -n, "helper": lambda: 3})
+    engine.helper = other = lambda: 5
+    assert seams.restore() == ["helper"]
+    assert engine.helper is other
+    assert engine.Worker().ask(2) == 3
+    assert seams.restore() == []

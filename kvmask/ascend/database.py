@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from kvmask._core import Bitset, BlockHashes, BlockRows, KeyBuilder, Regions, build_keys
 from kvmask.ascend.releases import current, seams
+from kvmask.ascend.said import stays
 from kvmask.errors import ArgumentError, KVMaskError
 
 # AscendStore does not say how many blocks its tensors have: as many as addresses reach.
@@ -18,6 +19,7 @@ _MAX_BLOCKS = 1 << 62
 _TOP = 1 << 64
 # Addresses that a group's table keeps for the next time its blocks are used: about 40 MiB.
 KEPT = 1 << 20
+MIXED = "block hashes that are not all bytes or all text"
 
 
 class Chunks(NamedTuple):
@@ -27,13 +29,15 @@ class Chunks(NamedTuple):
         size: Tokens per block.
         ratio: Tokens per row of the cache.
         scale: Hash blocks per block.
-        blocks: Blocks that have a digest.
+        named: Blocks that have a digest.
+        blocks: Those of them that have a whole row.
         last: Tokens of the request.
     """
 
     size: int
     ratio: int
     scale: int
+    named: int
     blocks: int
     last: int
 
@@ -46,30 +50,41 @@ class Chunks(NamedTuple):
         return min((i + 1) * self.size, self.last) // self.ratio
 
 
+#: A request that names no block of a group.
+NO_CHUNKS = Chunks(1, 1, 1, 0, 0, 0)
+
+
 def _chunks(db: Any, token_len: int, block_hashes: Any, group: int) -> Chunks | None:
     """How a group cuts a request; None leaves it to stock."""
-    if type(block_hashes) is not list or not block_hashes:
-        return None
-    kind = type(block_hashes[0])
-    if kind not in (bytes, str) or type(block_hashes[-1]) is not kind:
-        return None
     coord = db.cache_coordinator
     cacheable = getattr(coord, "cacheable_group_ids", None)
     if cacheable is not None and group not in cacheable:
+        return NO_CHUNKS
+    if type(block_hashes) is not list:
+        stays("keys", f"block hashes in a {type(block_hashes).__name__}")
+        return None
+    if not block_hashes:
+        return NO_CHUNKS
+    kind = type(block_hashes[0])
+    if kind not in (bytes, str) or type(block_hashes[-1]) is not kind:
+        stays("keys", MIXED)
         return None
     family = db.group_cache_families.get("kv", {}).get(group, "default")
     ratio = current().ratio(family)
     size = db.get_block_size(group) * ratio
     unit = db.hash_block_size
     if unit < 1 or size < 1 or size % unit:
+        stays("keys", "blocks that are not whole hash blocks")
         return None
     scale = size // unit
     if scale > 1 and current().digests_digests:
+        stays("keys", "blocks of several hash blocks have digests of their own")
         return None
-    count = min(len(block_hashes) // scale, -(-token_len // size)) if token_len > 0 else 0
+    named = min(len(block_hashes) // scale, -(-token_len // size)) if token_len > 0 else 0
+    count = named
     if count and token_len // ratio <= (count - 1) * size // ratio:
         count -= 1  # the last block has no whole row
-    return Chunks(size, ratio, scale, count, token_len)
+    return Chunks(size, ratio, scale, named, count, token_len)
 
 
 def _selected(
@@ -86,14 +101,15 @@ def _selected(
 def _keys(
     prefix: str, block_hashes: list[Any], ids: list[int] | range, chunks: Chunks
 ) -> list[str]:
+    if not ids:
+        return []
     step = chunks.scale
     if type(block_hashes[0]) is str:
         return [prefix + block_hashes[(i + 1) * step - 1] for i in ids]
     hashes = BlockHashes.from_list(block_hashes)
     builders = (KeyBuilder(prefix),)
     if type(ids) is range:
-        count = max(0, ids.stop - ids.start)
-        return build_keys(builders, hashes, Bitset.ones(count), ids.start, step) if count else []
+        return build_keys(builders, hashes, Bitset.ones(len(ids)), ids.start, step)
     mask = Bitset.from_indices(chunks.blocks, ids)
     return build_keys(builders, hashes, mask, 0, step)
 
@@ -118,6 +134,7 @@ def key_strings(
     try:
         keys = _keys(self._get_key_prefix(group), block_hashes, ids, chunks)
     except (TypeError, ArgumentError):
+        stays("keys", MIXED)
         return seams.stock("database.key_strings")(
             self, token_len, block_hashes, mask_num, group, chunk_filter, **more
         )
@@ -148,7 +165,7 @@ def key_strings_with_ids(
     group = kv_cache_group_id
     chunks = _chunks(self, token_len, block_hashes, group)
     if chunks is not None:
-        offset = max(chunks.blocks - len(block_ids), 0)
+        offset = max(chunks.named - len(block_ids), 0)
         ids: list[int] | range = _selected(chunks, mask_num, chunk_filter)
         held = [i for i in ids if 0 <= i - offset < len(block_ids)]
         if skip_null_blocks:
@@ -158,6 +175,7 @@ def key_strings_with_ids(
         try:
             keys = _keys(self._get_key_prefix(group), block_hashes, held, chunks)
         except (TypeError, ArgumentError):
+            stays("keys", MIXED)
             keys = None
         if keys is not None:
             step = chunks.scale
@@ -247,30 +265,30 @@ def prepare_value(
         )
     except KeyError:
         fits = False
-    if cache_role != "kv" or not (fits or _make_table(self, kv_cache_group_id)):
-        return _stock_value(self, start, end, block_ids, kv_cache_group_id, cache_role, block_id)
-    if not fits:
-        table = self.__dict__["_kvmask_tables"][kv_cache_group_id]
-    size = table.block_size
-    if block_id is None:
-        index = start // size
-        if index >= len(block_ids):
-            return [], [], 0
-        block_id = block_ids[index]
-    rows = table.rows
-    if rows is None:
-        return _stock_value(self, start, end, block_ids, kv_cache_group_id, cache_role, block_id)
-    length = end - start
-    return (
-        rows.addresses([block_id])[0][0],
-        table.sizes.get(length) or table.sizes_of(length),
-        block_id,
-    )
-
-
-def _stock_value(self: Any, *args: Any) -> tuple[list[int], list[int], int]:
-    found: tuple[list[int], list[int], int] = seams.stock("database.prepare_value")(self, *args)
-    return found
+    if cache_role != "kv":
+        why = f"the cache role {cache_role}"
+    elif not (fits or _make_table(self, kv_cache_group_id)):
+        why = "a cache group without buffers"
+    else:
+        if not fits:
+            table = self.__dict__["_kvmask_tables"][kv_cache_group_id]
+        if block_id is None:
+            index = start // table.block_size
+            if index >= len(block_ids):
+                return [], [], 0
+            block_id = block_ids[index]
+        rows = table.rows
+        if rows is not None:
+            length = end - start
+            return (
+                rows.addresses([block_id])[0][0],
+                table.sizes.get(length) or table.sizes_of(length),
+                block_id,
+            )
+        why = "a region that is empty or does not fit into 64 bits"
+    stays("descriptors", why)
+    stock = seams.stock("database.prepare_value")
+    return stock(self, start, end, block_ids, kv_cache_group_id, cache_role, block_id)
 
 
 def _make_table(self: Any, group: int) -> bool:

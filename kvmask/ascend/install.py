@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from kvmask.ascend.database import key_strings, key_strings_with_ids, prepare_value
-from kvmask.ascend.lookup import check_strategy, lookup_scheduler, set_default
+from kvmask.ascend.lookup import (
+    check_strategy,
+    lookup_scheduler,
+    register_kv_caches,
+    set_default,
+)
 from kvmask.ascend.masks import load_mask, lookup_mask, store_mask
 from kvmask.ascend.releases import fitting, logger, seams, version
 from kvmask.engines.features import log_placed
@@ -19,6 +25,10 @@ REPLACEMENTS: dict[str, Any] = {
     "database.key_strings_with_ids": key_strings_with_ids,
     "database.prepare_value": prepare_value,
 }
+# What calls stock's, whatever that does.
+LISTENERS: dict[str, Any] = {"worker.register": register_kv_caches}
+
+_lock = threading.Lock()
 
 
 def install(lookup: str = "staged") -> None:
@@ -39,13 +49,21 @@ def install(lookup: str = "staged") -> None:
     """
     check_strategy(lookup)
     placed = fitting()
-    again = placed.seams == seams.placed()
-    seams.place({name: REPLACEMENTS[name] for name in placed.seams})
-    set_default(lookup)
-    if not again:
-        log_placed(logger, placed, "vllm-ascend", version())
+    wanted = {name: REPLACEMENTS[name] for name in placed.seams}
+    wanted |= {name: listen for name, listen in LISTENERS.items() if seams.digest(name)}
+    with _lock:
+        # What somebody else has put over kvmask's functions stays where it is.
+        if seams.placed() != wanted.keys():
+            seams.place(wanted)
+            log_placed(logger, placed, "vllm-ascend", version())
+        set_default(lookup)
 
 
 def uninstall() -> None:
-    """Give AscendStore its own functions back."""
-    seams.restore()
+    """Give AscendStore its own functions back.
+
+    Where somebody else has put a function over kvmask's, that one stays, and the log says so: it
+    may go on to call kvmask's.
+    """
+    for name in seams.restore():
+        logger.warning("kvmask cannot leave %s: somebody else has replaced it since", name)

@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvmask._core import Bitset, BlockHashes, HitHints, KeyBuilder
+from kvmask._core import Bitset, HitHints, KeyBuilder
 from kvmask.ascend.digests import digests_of
 from kvmask.ascend.releases import current, logger, seams
-from kvmask.ascend.rules import Rules, rules_of
+from kvmask.ascend.rules import Rules, rules_of, why_stock
+from kvmask.ascend.said import stays
 from kvmask.errors import ArgumentError
 from kvmask.plans import STRATEGIES, GroupScheme, Held, LookupPlan, PlanTools, Scheme, drive
 
 # Prefixes that hints keep, 8 bytes each. A prompt of 131,072 tokens has at most 512. A lookup of a
 # new one writes all of them: the table is to stay in the processor's cache.
 HINTS = 1 << 17
+
+LAYERWISE = "layerwise transfer"
 
 _default = {"lookup": "staged"}
 
@@ -53,37 +56,29 @@ class Backend:
         return answers
 
 
-def _stays(worker: Any, why: str) -> None:
-    """Say once per worker and reason that a lookup is stock's."""
-    said = worker.__dict__.setdefault("_kvmask_said", set())
-    if why not in said:
-        said.add(why)
-        logger.info("AscendStore's own lookup stays: %s", why)
-
-
 def _with_coordinator(worker: Any, ids: list[int]) -> Rules | None:
     """Rules of a lookup over all groups."""
     coord, db = worker.cache_coordinator, worker.token_database
     if sorted(ids) != list(range(worker.num_kv_cache_groups)):
-        _stays(worker, "it is asked for some of the cache groups")
+        stays("lookups", "it is asked for some of the cache groups")
         return None
     rules = rules_of(coord)
     if rules is None:
-        _stays(worker, "a cache group is of a kind that kvmask does not know")
+        stays("lookups", why_stock(coord))
         return None
     release = current()
     families = db.group_cache_families.get("kv", {})
     for i, (_, size, _, _, cacheable, _) in enumerate(rules.rows):
         ratio = release.ratio(families.get(i, "default"))
         if cacheable and db.get_block_size(i) * ratio != size:
-            _stays(worker, "keys and masks have blocks of different sizes")
+            stays("lookups", "keys and masks have blocks of different sizes")
             return None
     unit = rules.hash_block_size
     if release.digests_digests and any(row[4] and row[1] != unit for row in rules.rows):
-        _stays(worker, "blocks of several hash blocks have digests of their own")
+        stays("lookups", "blocks of several hash blocks have digests of their own")
         return None
     if db.hash_block_size != unit or db.cache_coordinator is not coord:
-        _stays(worker, "keys and masks have different hash blocks")
+        stays("lookups", "keys and masks have different hash blocks")
         return None
     return rules
 
@@ -95,17 +90,20 @@ def _without_coordinator(worker: Any, ids: list[int]) -> Rules | None:
     families = db.group_cache_families.get("kv", {})
     unit, alignment = db.hash_block_size, worker.cache_transfer_granularity
     sizes = [db.get_block_size(i) for i in ids]
-    if len(set(ids)) < len(ids) or any(i < len(states) and states[i] for i in ids):
-        _stays(worker, "recurrent states without a coordinator")
+    if len(set(ids)) < len(ids):
+        stays("lookups", "a cache group that is named twice")
+        return None
+    if any(i < len(states) and states[i] for i in ids):
+        stays("lookups", "recurrent states without a coordinator")
         return None
     if any(current().ratio(families.get(i, "default")) != 1 for i in ids):
-        _stays(worker, "a compressed cache family without a coordinator")
+        stays("lookups", "a compressed cache family without a coordinator")
         return None
     if current().digests_digests and any(size != unit for size in sizes):
-        _stays(worker, "blocks of several hash blocks have digests of their own")
+        stays("lookups", "blocks of several hash blocks have digests of their own")
         return None
     if alignment < 2 or any(size % unit or alignment % size for size in sizes):
-        _stays(worker, "block sizes that do not divide each other")
+        stays("lookups", "block sizes that do not divide each other")
         return None
     rows = [("full", size, 0, False, True, k) for k, size in enumerate(sizes)]
     return Rules(rows, unit, alignment)
@@ -185,7 +183,7 @@ def _place(worker: Any, ids: list[int]) -> Place | None:
     try:
         place = None if rules is None else Place(worker, ids, rules, merged=merged)
     except (ArgumentError, TypeError) as error:
-        _stays(worker, str(error))
+        stays("lookups", str(error))
     if len(places) > 16:
         places.clear()
     places[stamp] = place
@@ -200,6 +198,35 @@ def _held(place: Place, tokens: int, num_tokens: int) -> Held | None:
     return Held(tuple(Bitset.ones(tokens // g.block_size) for g in place.scheme.groups), 0)
 
 
+def _plan(
+    worker: Any, token_len: int, block_hashes: Any, ids: list[int], hbm_hit_tokens: int
+) -> LookupPlan | None:
+    """The plan of a lookup; None leaves it to stock."""
+    place = _place(worker, ids)
+    if place is None:
+        return None
+    digests = digests_of(block_hashes)
+    if digests is None:
+        stays("lookups", "block hashes that are no list of bytes or text")
+        return None
+    # Stock fails where it looks past the last digest, which depends on the groups.
+    if len(digests) < token_len // place.rules.hash_block_size:
+        stays("lookups", "a length that its digests do not cover")
+        return None
+    merged = worker.cache_coordinator is not None
+    most = token_len if merged else min(token_len, worker.max_model_len)
+    strategy = _default["lookup"]
+    return LookupPlan(
+        place.scheme,
+        digests,
+        # A plan leaves one token to compute; stock's scheduler takes care of that itself.
+        place.rules.align(max(0, most)) + 1,
+        held=_held(place, hbm_hit_tokens, token_len) if merged else None,
+        strategy=strategy,
+        tools=place.tools[strategy],
+    )
+
+
 def lookup_scheduler(
     self: Any,
     token_len: int,
@@ -210,49 +237,42 @@ def lookup_scheduler(
 ) -> int:
     """How many tokens of a prefix the store can give, over every rank that holds a part of it.
 
-    A store that raises, or whose answer does not fit the call, gives no hit.
+    A store that raises, or whose answer does not fit the call, gives no hit. It raises nothing: the
+    thread that answers the scheduler would end.
     """
-    ids = list(kv_cache_group_ids or [0])
-    place: Place | None = None
-    digests: BlockHashes | None = None
-    if use_layerwise:
-        _stays(self, "layerwise transfer")
-    else:
-        try:
-            place = _place(self, ids)
-        except Exception as error:
-            _stays(self, f"{type(error).__name__}: {error}")
-    if place is not None:
-        digests = digests_of(block_hashes)
-        # Stock fails where it looks past the last digest, which depends on the groups.
-        if digests is not None and len(digests) < token_len // place.rules.hash_block_size:
-            digests = None
-    if place is None or digests is None:
-        stock = seams.stock("worker.lookup_scheduler")
-        return stock(self, token_len, block_hashes, ids, use_layerwise, hbm_hit_tokens)
-    merged = self.cache_coordinator is not None
-    most = token_len if merged else min(token_len, self.max_model_len)
-    strategy = _default["lookup"]
+    plan = hit = None
     try:
-        plan = LookupPlan(
-            place.scheme,
-            digests,
-            # A plan leaves one token to compute; stock's scheduler takes care of that itself.
-            place.rules.align(max(0, most)) + 1,
-            held=_held(place, hbm_hit_tokens, token_len) if merged else None,
-            strategy=strategy,
-            tools=place.tools[strategy],
-        )
-        hit = drive(plan, Backend(self))
-    except ArgumentError:  # digests or lengths that the core refuses
-        stock = seams.stock("worker.lookup_scheduler")
-        return stock(self, token_len, block_hashes, ids, use_layerwise, hbm_hit_tokens)
+        if use_layerwise:
+            stays("lookups", LAYERWISE)
+        else:
+            ids = list(kv_cache_group_ids or [0])
+            plan = _plan(self, token_len, block_hashes, ids, hbm_hit_tokens)
+    except Exception as error:  # stock says what is wrong with the arguments
+        stays("lookups", f"arguments that raise {type(error).__name__}")
+    try:
+        hit = None if plan is None else drive(plan, Backend(self))
+    except ArgumentError as error:  # a digest is looked at when it is used
+        stays("lookups", f"block hashes that raise {type(error).__name__}")
     except Exception as error:
         logger.error(
             "AscendStore's backend failed in a lookup: %s: %s", type(error).__name__, error
         )
         return 0
+    if hit is None:
+        stock = seams.stock("worker.lookup_scheduler")
+        return stock(
+            self, token_len, block_hashes, kv_cache_group_ids, use_layerwise, hbm_hit_tokens
+        )
     if hit.cause is not None:
         logger.error("AscendStore's backend gave no usable answer to a lookup: %s", hit.cause)
         return 0
     return int(hit.length)
+
+
+def register_kv_caches(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stock's own. It is the first call that a worker gets in every mode of transfer: layerwise
+    transfer calls no other function that kvmask replaces, and the log shall say why."""
+    result = seams.stock("worker.register")(self, *args, **kwargs)
+    if getattr(self, "use_layerwise", False):
+        stays("lookups, keys and descriptors", LAYERWISE)
+    return result

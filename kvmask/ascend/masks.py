@@ -10,17 +10,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvmask.ascend.releases import current, seams
-from kvmask.ascend.rules import MASKED_FAMILIES, Rules, rules_of
+from kvmask.ascend.rules import MASKED_FAMILIES, Rules, rules_of, why_stock
+from kvmask.ascend.said import stays
 
 
-def _whole(rules: Rules | None, num_tokens: Any) -> bool:
-    """Whether a mask of so many tokens is the core's: stock says what is wrong with others."""
-    return (
-        rules is not None
-        and type(num_tokens) is int
-        and num_tokens >= 0
-        and num_tokens % rules.alignment == 0
-    )
+def _rules(coord: Any, what: str, num_tokens: Any) -> Rules | None:
+    """Rules of a mask of whole aligned blocks; None leaves it to stock.
+
+    Stock says what is wrong with other lengths.
+    """
+    rules = rules_of(coord)
+    if rules is None:
+        stays(what, why_stock(coord))
+        return None
+    if type(num_tokens) is int and num_tokens >= 0 and num_tokens % rules.alignment == 0:
+        return rules
+    stays(what, "a length that is no multiple of the alignment")
+    return None
 
 
 def _blocks(rules: Rules, group: int, num_tokens: int) -> int:
@@ -31,8 +37,8 @@ def store_mask(
     self: Any, aligned_token_len: int, num_prompt_tokens: int | None = None
 ) -> tuple[list[bool], ...]:
     """Per group, the blocks that a later hit can use."""
-    rules = rules_of(self)
-    if rules is None or not _whole(rules, aligned_token_len):
+    rules = _rules(self, "store masks", aligned_token_len)
+    if rules is None:
         return seams.stock("coordinator.store_mask")(self, aligned_token_len, num_prompt_tokens)
     masks = rules.store_masks(aligned_token_len, num_prompt_tokens)
     return tuple(
@@ -47,8 +53,8 @@ def store_mask(
 
 def lookup_mask(self: Any, aligned_token_len: int) -> tuple[list[bool] | None, ...]:
     """Per group, the blocks that a lookup asks for; None means all."""
-    rules = rules_of(self)
-    if rules is None or not _whole(rules, aligned_token_len):
+    rules = _rules(self, "lookup masks", aligned_token_len)
+    if rules is None:
         return seams.stock("coordinator.lookup_mask")(self, aligned_token_len)
     return tuple(
         None if mask is None or not row[4] or mask.count() == len(mask) else mask.tolist()
@@ -65,7 +71,15 @@ def load_mask(
     """
     more = {} if grouped_hash_cache is None else {"grouped_hash_cache": grouped_hash_cache}
     rules = None if more else rules_of(self)
-    if rules is None or token_len < 0 or len(block_hashes) * rules.hash_block_size < token_len:
+    why = ""
+    if more:
+        why = "a cache of grouped hashes"
+    elif rules is None:
+        why = why_stock(self)
+    elif not 0 <= token_len <= len(block_hashes) * rules.hash_block_size:
+        why = "a length that its digests do not cover"
+    if rules is None or why:
+        stays("load masks", why)
         return seams.stock("coordinator.load_mask")(self, block_hashes, token_len, **more)
     masks = [mask.tolist() for mask in rules.core.load_masks(token_len)]
     if current().scales_families:

@@ -43,6 +43,8 @@ PATHS: dict[str, str] = {
     "database.key_strings": _DATABASE + "process_token_key_strings",
     "database.key_strings_with_ids": _DATABASE + "process_token_key_strings_with_block_ids",
     "database.prepare_value": _DATABASE + "prepare_value",
+    # called, and listened to
+    "worker.register": _WORKER + "register_kv_caches",
     # relied on
     "worker.with_coordinator": _WORKER + "_lookup_with_coordinator",
     "worker.build_keys": _WORKER + "_build_lookup_keys",

@@ -134,29 +134,34 @@ def _span(kind: str, spec: Any) -> int:
     return int(spec.sliding_window) if kind == "window" else 0
 
 
-def _rows(coord: Any) -> list[Row] | None:
-    """Rows for the core, or None when a group is not the core's to answer."""
+def _rows(coord: Any) -> list[Row] | str:
+    """Rows for the core, or what it has no rule for."""
     groups = coord.attention_groups
-    if not groups or len(groups) > MAX_SETS or coord.lcm_block_size < 2:
-        return None
+    if not groups:
+        return "no cache group is cacheable"
+    if len(groups) > MAX_SETS:
+        return f"more than {MAX_SETS} kinds of cache groups"
+    if coord.lcm_block_size < 2:
+        return "blocks of one token"
     if len(groups) == 1 and groups[0][0].block_size != coord.lcm_block_size:
-        return None  # hits of a single set are multiples of its own block
+        return "one kind of cache groups, whose hits are not multiples of the alignment"
     rows: list[Row | None] = [None] * len(coord.kv_cache_groups)
     for k, (spec, ids, manager) in enumerate(groups):
         kind = current().kinds.kind_of(manager)
         if kind is None or not isinstance(spec, _SPECS[kind]):
-            return None
+            return f"a cache group whose manager, {manager.__name__}, kvmask does not know"
         if (getattr(spec, "compress_ratio", 1) or 1) > 1 and current().scales_families:
-            return None
+            return "a compressed cache spec"
         size = spec.block_size
         if not 1 <= size <= MAX_TOKENS or coord.lcm_block_size % size:
-            return None
+            return "block sizes that do not divide the alignment"
         span = _span(kind, spec)
         if kind == "window" and span < 2:
-            return None  # it needs no block, and what stock makes of that depends on who asks
+            # It needs no block, and what stock makes of that depends on who asks.
+            return "a window of one token"
         for i in ids:
             if coord.group_effective_block_sizes[i] != size:
-                return None
+                return "cache groups of one kind with blocks of different sizes"
             rows[i] = (kind, size, span, k in coord.eagle_attn_group_indices, True, k)
     for i, size in enumerate(coord.group_effective_block_sizes):
         if rows[i] is None:
@@ -165,7 +170,7 @@ def _rows(coord: Any) -> list[Row] | None:
 
 
 def rules_of(coord: Any) -> Rules | None:
-    """The core's rules for a coordinator; None leaves it to stock.
+    """The core's rules for a coordinator; None leaves it to stock, and `why_stock` says why.
 
     They are kept on the coordinator and made anew when what they rest on is replaced.
     """
@@ -181,13 +186,22 @@ def rules_of(coord: Any) -> Rules | None:
     if kept is not None and kept[0] is coord.attention_groups and kept[1] == stamp:
         known: Rules | None = kept[2]
         return known
+    rules, why = None, ""
     try:
         rows = _rows(coord)
-        rules = None if rows is None else _make(coord, rows)
-    except (ArgumentError, TypeError):
-        rules = None
-    coord.__dict__["_kvmask_rules"] = (coord.attention_groups, stamp, rules)
+        if isinstance(rows, str):
+            why = rows
+        else:
+            rules = _make(coord, rows)
+    except (ArgumentError, TypeError) as error:
+        why = str(error)
+    coord.__dict__["_kvmask_rules"] = (coord.attention_groups, stamp, rules, why)
     return rules
+
+
+def why_stock(coord: Any) -> str:
+    """Why `rules_of` has just given None for a coordinator."""
+    return str(coord.__dict__["_kvmask_rules"][3])
 
 
 def _make(coord: Any, rows: list[Row]) -> Rules:

@@ -143,14 +143,22 @@ class Seams:
         if where is not None:
             setattr(where[0], where[1], function)
 
-    def restore(self) -> None:
-        """Put the engine's functions back where kvmask's still are."""
+    def restore(self) -> list[str]:
+        """Put the engine's functions back where kvmask's still are.
+
+        Returns:
+            The seams, as messages name them, that somebody else has replaced since.
+        """
+        others = []
         with self._lock:
             for name, function in list(self._placed.items()):
                 where = self._owner(name)
                 if where is not None and vars(where[0])[where[1]] is function:
                     self._put(name, self._stock[name])
+                elif where is not None:
+                    others.append(self.shown(name))
                 del self._placed[name]
+        return others
 
     def placed(self) -> frozenset[str]:
         """The seams where kvmask's functions are."""
