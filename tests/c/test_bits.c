@@ -45,7 +45,7 @@ static void test_words(void) {
 }
 
 static void test_fill(void) {
-    for (int round = 0; round < 20000; round++) {
+    ROUNDS (20000) {
         int64_t n = check_length();
         twin t = twin_random(n, (int)check_between(0, 100));
         int64_t start = check_between(0, n), stop = check_between(0, n);
@@ -65,7 +65,7 @@ static void test_fill(void) {
 }
 
 static void test_count_and_find(void) {
-    for (int round = 0; round < 20000; round++) {
+    ROUNDS (20000) {
         int64_t n = check_length();
         static const int percents[] = {0, 1, 50, 99, 100};
         twin t = twin_random(n, percents[check_between(0, 4)]);
@@ -94,7 +94,7 @@ static void test_count_and_find(void) {
 }
 
 static void test_periodic(void) {
-    for (int round = 0; round < 20000; round++) {
+    ROUNDS (20000) {
         int64_t n = check_length();
         twin t = twin_random(n, 0);
         int64_t period = check_chance(70) ? check_between(1, 20) : check_between(1, 400);

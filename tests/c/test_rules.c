@@ -72,7 +72,7 @@ static void check_mask(const km_group *g, const km_reach *r, int64_t start, int6
 
 static void test_masks(void) {
     static const int64_t blocks[] = {1, 4, 16, 64}, alignments[] = {1, 4, 8, 24, 64, 256, 1024};
-    for (int round = 0; round < 60000; round++) {
+    ROUNDS (60000) {
         int64_t b = pick(blocks, 4), a = pick(alignments, 7);
         km_group g = {.kind = (km_kind)check_between(0, KM_KINDS - 1),
                       .eagle = check_chance(40),

@@ -142,7 +142,7 @@ static void release(km_search *s) {
 }
 
 static void test_single(void) {
-    for (int round = 0; round < 60000; round++) {
+    ROUNDS (60000) {
         km_set_state set;
         bool partial = check_chance(40);
         km_search s = make(&set, 1, partial);
@@ -167,7 +167,7 @@ static void test_single(void) {
  * attention is searched once: what is reused up to a length is reused up to every shorter one,
  * where with partial hits its last key may be a later boundary of the same block. */
 static void test_joint(void) {
-    for (int round = 0; round < 30000; round++) {
+    ROUNDS (30000) {
         km_set_state sets[MAX_SETS];
         km_search s = make(sets, (int)check_between(2, MAX_SETS), check_chance(30));
         int64_t hit = check_between(0, 40) * s.alignment, before, full = INT64_MAX;
@@ -193,7 +193,7 @@ static void test_joint(void) {
  * knows everything, and never asks for what it knows. */
 static void test_needs(void) {
     int64_t asked = 0, total = 0;
-    for (int round = 0; round < 15000; round++) {
+    ROUNDS (15000) {
         km_set_state sets[MAX_SETS];
         km_search s = make(sets, (int)check_between(1, MAX_SETS), check_chance(30));
         int64_t max_length = check_between(0, 40) * s.alignment;
@@ -241,7 +241,8 @@ static void test_needs(void) {
         memcpy(sets, known_all, sizeof(sets));
         release(&s);
     }
-    CHECK(asked > 0 && asked < total / 2, "asked %lld of %lld", (long long)asked, (long long)total);
+    CHECK(CHECK_FUZZING || (asked > 0 && asked < total / 2), "asked %lld of %lld", (long long)asked,
+          (long long)total);
 }
 
 /* Partial hits: the last block's key may be a later boundary of the same block. */
