@@ -13,6 +13,7 @@ from typing import Any
 
 from kvmask import __version__
 from kvmask.cli.commands import add_command
+from kvmask.cli.contracts import add_contract_command
 from kvmask.cli.explain_command import add_explain_command
 from kvmask.cli.key import add_key_command
 from kvmask.cli.numbers import number
@@ -114,6 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_explain_command(commands)
     add_why_command(commands)
+    add_contract_command(commands)
 
     bench = add_command(
         commands,
