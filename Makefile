@@ -96,8 +96,9 @@ lint: setup-dev ## formatters in check mode, linters, types
 	$(VENV)/bin/mypy
 
 .PHONY: docs
-docs: setup-dev ## check links, commands and examples of the documentation
+docs: setup-dev ## check the documentation, and build it with the API reference into build/docs
 	$(PY) scripts/check_docs.py
+	$(PY) scripts/build_docs.py
 
 .PHONY: format
 format: setup-dev ## rewrite the sources as `make lint` wants them

@@ -170,7 +170,14 @@ class Coordinator:
         return self.hash_block_size if self.partial_hits else self.alignment
 
     def align(self, num_tokens: int) -> int:
-        """Round a number of tokens down to a multiple of the hit alignment."""
+        """Round a number of tokens down to a multiple of the hit alignment.
+
+        Args:
+            num_tokens: A number of tokens.
+
+        Returns:
+            Tokens.
+        """
         return num_tokens // self.hit_alignment * self.hit_alignment
 
     def store_mask(
@@ -220,6 +227,16 @@ class Coordinator:
 
         ``num_tokens`` is the hit that the lookup returned. The lookup has already dropped the block
         of EAGLE groups, so this does not drop another one.
+
+        Args:
+            num_tokens: Length of the hit, in tokens.
+
+        Returns:
+            Per group a Bitset over the blocks of the hit; an empty one for a group that is not
+            cacheable.
+
+        Raises:
+            ArgumentError: ``num_tokens`` is negative or above ``MAX_TOKENS``.
 
         >>> from kvmask import SlidingWindow
         >>> coord = Coordinator([SlidingWindow(16, window=33)], hash_block_size=16)

@@ -273,6 +273,12 @@ class RankGrid:
     ) -> OwnRanks:
         """The ranks of one worker, checked against the sizes. None is rank 0 of a size of 1.
 
+        Args:
+            tp_rank: Tensor-parallel rank.
+            pp_rank: Pipeline rank.
+            dcp_rank: Decode-context-parallel rank; None stands for ``tp_rank % dcp_size``.
+            pcp_rank: Prefill-context-parallel rank.
+
         Raises:
             ArgumentError: A rank is left out where there are several, is not below its size, or
                 ``dcp_rank`` is not ``tp_rank % dcp_size``.

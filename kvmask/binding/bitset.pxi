@@ -155,6 +155,9 @@ cdef class Bitset:
     def ones(cls, n):
         """A bitset of n ones.
 
+        Args:
+            n: Length in bits.
+
         >>> Bitset.ones(3)
         Bitset(3, '0-2')
         """
@@ -163,6 +166,9 @@ cdef class Bitset:
     @classmethod
     def zeros(cls, n):
         """A bitset of n zeros.
+
+        Args:
+            n: Length in bits.
 
         >>> Bitset.zeros(3)
         Bitset(3, '')
@@ -278,6 +284,9 @@ cdef class Bitset:
     def count(self, value=True):
         """How many bits are set (or, with ``value=False``, clear).
 
+        Args:
+            value: True, False, or what equals one of them; of anything else there is none.
+
         >>> Bitset.from_indices(70, [0, 64, 69]).count()
         3
         """
@@ -290,6 +299,11 @@ cdef class Bitset:
 
     def index(self, value, start=0, stop=None):
         """Position of the first bit equal to value, as ``list.index``.
+
+        Args:
+            value: True or False.
+            start: The first position that counts.
+            stop: The position after the last one; None: to the end.
 
         Raises:
             ValueError: There is none.

@@ -86,14 +86,28 @@ cdef class HitHints:
         return low
 
     def predict(self, hashes, hash_block, alignment, num_tokens):
-        """Tokens of the longest prefix, at most num_tokens, that was reusable before."""
+        """Tokens of the longest prefix, at most ``num_tokens``, that was reusable before.
+
+        Args:
+            hashes: One digest per hash block of the request.
+            hash_block: Tokens per digest.
+            alignment: What hits are multiples of, in tokens.
+            num_tokens: The most tokens that are of interest.
+        """
         cdef BlockHashes digests = as_hashes(hashes)
         cdef int64_t per_unit, unit
         cdef int64_t units = steps(digests, hash_block, alignment, num_tokens, &per_unit, &unit)
         return self.longest(digests, per_unit, units) * unit
 
     def learn(self, hashes, hash_block, alignment, num_tokens):
-        """Remember that the first num_tokens tokens are reusable."""
+        """Remember that the first ``num_tokens`` tokens are reusable.
+
+        Args:
+            hashes: One digest per hash block of the request.
+            hash_block: Tokens per digest.
+            alignment: What hits are multiples of, in tokens.
+            num_tokens: Tokens of the prefix.
+        """
         cdef BlockHashes digests = as_hashes(hashes)
         cdef int64_t per_unit, unit, i
         cdef int64_t units = steps(digests, hash_block, alignment, num_tokens, &per_unit, &unit)

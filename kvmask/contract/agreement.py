@@ -432,7 +432,16 @@ class Contract(Frozen):
         return contract._knowing(known)
 
     def write(self, path: str | PathLike[str], *, with_seed: bool = False) -> None:
-        """Write `to_json` to a file, in one step; with the seed only the owner can read it."""
+        """Write `to_json` to a file, in one step; with the seed only the owner can read it.
+
+        Args:
+            path: The file. It is replaced.
+            with_seed: As for `to_json`.
+
+        Raises:
+            ArgumentError: As for `to_json`.
+            OSError: The file cannot be written.
+        """
         from kvmask.contract.file import write_text
 
         write_text(path, self.to_json(with_seed=with_seed), private=with_seed)
@@ -441,7 +450,17 @@ class Contract(Frozen):
     def read(
         cls, path: str | PathLike[str], *, seed: str | None = None, start: bytes | None = None
     ) -> Contract:
-        """The contract in a file; see `from_json`."""
+        """The contract in a file; see `from_json`.
+
+        Args:
+            path: The file.
+            seed: The hash seed, as for `from_json`.
+            start: The start hash itself, 16 or 32 bytes.
+
+        Raises:
+            ArgumentError: As for `from_json`.
+            OSError: The file cannot be read.
+        """
         from kvmask.contract.file import read_text
 
         return cls.from_json(read_text(path), seed=seed, start=start)
@@ -455,7 +474,19 @@ class Contract(Frozen):
         num_prompt_tokens: int | None = None,
         extra_keys: Any = None,
     ) -> CacheRequest:
-        """A request under this contract; see `kvmask.CacheRequest`."""
+        """A request under this contract; see `kvmask.CacheRequest`.
+
+        Args:
+            token_ids: The request's tokens.
+            hashes: Or its digests, one per full hash block.
+            num_tokens: Tokens of the request, beside ``hashes``.
+            num_prompt_tokens: Length of the prompt in tokens.
+            extra_keys: What goes into the hashes besides tokens.
+
+        Raises:
+            ArgumentError: As for `kvmask.CacheRequest`.
+            HashInputError: Tokens or extra keys that have no exact digest.
+        """
         from kvmask.request import CacheRequest
 
         return CacheRequest(

@@ -66,6 +66,12 @@ def _kind(algorithm: str) -> tuple[int, Callable[[], Any], int]:
 def digest_size(algorithm: str) -> int:
     """Bytes per digest of an algorithm.
 
+    Args:
+        algorithm: One of ``ALGORITHMS``.
+
+    Raises:
+        ArgumentError: There is no such algorithm.
+
     >>> digest_size("sha256_cbor")
     32
     """
@@ -287,6 +293,7 @@ def hash_tokens(
     Raises:
         HashInputError: Token ids, parent or extra keys that have no exact digest, or a start hash
             that is random in the engine.
+        ArgumentError: A number is out of range, or both ``seed`` and ``parent`` are given.
         MissingDependencyError: An xxHash algorithm without the package ``xxhash``.
 
     >>> hash_tokens(range(16), seed="vllm-none-hash")[0].hex()[:16]
@@ -321,6 +328,10 @@ class BlockHasher:
         hashes: list of bytes, one digest per full block so far.
         num_tokens: Tokens seen so far.
         origin: DigestOrigin of the digests.
+
+    Raises:
+        ArgumentError: A number is out of range, or both ``seed`` and ``parent`` are given.
+        HashInputError: As for `hash_tokens`.
 
     >>> hasher = BlockHasher(4, seed="vllm-none-hash")
     >>> len(hasher.extend([1, 2, 3])), len(hasher.extend([4, 5])), hasher.num_tokens

@@ -42,6 +42,13 @@ def _utf8(value: str, name: str) -> bytes:
 def sglang_seed(extra_key: str | None = None, cache_salt: str | None = None) -> bytes | None:
     """What stands in for the page before the first; None when a request has neither.
 
+    Args:
+        extra_key: The request's extra key.
+        cache_salt: The request's salt.
+
+    Raises:
+        HashInputError: One of them is no valid Unicode.
+
     >>> sglang_seed() is None
     True
     """
@@ -81,6 +88,7 @@ def sglang_page_hashes(
 
     Raises:
         HashInputError: Token ids, a parent or text that cannot be hashed.
+        ArgumentError: ``parent`` beside one of those that it excludes.
 
     >>> sglang_page_hashes(range(16), 4)[0].hex()[:16]
     'baed642339816aff'

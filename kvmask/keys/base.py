@@ -168,6 +168,9 @@ class KeySchema:
         """This template for one rank namespace of one group.
 
         Nothing is checked or warned about again: the template was when it was made.
+
+        Args:
+            place: Ranks, group and sizes.
         """
         return self._with(**self._filled(place))
 
@@ -210,7 +213,14 @@ class KeySchema:
         return build_keys((self._builder,), hashes, mask, start, scale)
 
     def key(self, digest: bytes) -> str:
-        """The key of one digest."""
+        """The key of one digest.
+
+        Args:
+            digest: The digest of a block, as bytes.
+
+        Raises:
+            HashInputError: It is no digest.
+        """
         return self.keys([digest])[0]
 
     @classmethod

@@ -182,7 +182,14 @@ class SglangKeys(KeySchema):
     def mooncake_group_ids(
         self, hashes: Hashes, mask: Mask | None = None, start: int = 0, scale: int = 1
     ) -> list[str]:
-        """Mooncake's group ids of the pages that `keys` names, in the same order."""
+        """Mooncake's group ids of the pages that `keys` names, in the same order.
+
+        Args:
+            hashes: One digest per page.
+            mask: Which pages from ``start`` on; None means all.
+            start: First page.
+            scale: Digests per page.
+        """
         return build_keys((self.eviction,), hashes, mask, start, scale)
 
     @classmethod

@@ -62,6 +62,12 @@ def _check_mapping(facts: object) -> None:
 def fingerprint(facts: Mapping[str, str | int | bool | None]) -> str:
     """16 hex digits that stand for facts two engines must agree on to share keys.
 
+    Args:
+        facts: Names to text, integers, booleans or None.
+
+    Raises:
+        ArgumentError: Something else is among them.
+
     >>> fingerprint({"dtype": "bf16"}) == fingerprint({"dtype": "fp8"})
     False
     """
@@ -135,7 +141,14 @@ class StrictKeys(KeySchema):
         self._assemble()
 
     def with_facts(self, facts: Mapping[str, str | int | bool | None]) -> StrictKeys:
-        """The same keys under other facts."""
+        """The same keys under other facts.
+
+        Args:
+            facts: Names to text, integers, booleans or None.
+
+        Raises:
+            ArgumentError: Something else is among them.
+        """
         _check_mapping(facts)
         return self._with(facts=dict(facts), facts_digest="")
 

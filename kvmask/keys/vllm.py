@@ -88,6 +88,9 @@ def store_namespace(
         tp_size: Tensor-parallel size of the engine, for the rank-local form that vLLM falls back
             to. Excludes ``store_tp``.
 
+    Raises:
+        ArgumentError: A number is out of range, or two arguments exclude each other.
+
     >>> store_namespace(1, store_tp=4)
     '@store_tp:4@store_pp:1@store_format:tp_shared_lbhnc'
     >>> store_namespace(2, tp_size=8, layout="LBNHC")

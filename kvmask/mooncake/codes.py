@@ -29,6 +29,9 @@ class Code(enum.IntEnum):
 def code_name(code: int) -> str:
     """Return the name of a return code.
 
+    Args:
+        code: A return code.
+
     >>> code_name(-200), code_name(-12345)
     ('NO_AVAILABLE_HANDLE', 'UNKNOWN_CODE')
     """
@@ -41,6 +44,9 @@ def code_name(code: int) -> str:
 def is_pressure(code: int) -> bool:
     """True when the pool is full. The same put may succeed after the store evicts something.
 
+    Args:
+        code: A return code.
+
     >>> is_pressure(-200), is_pressure(-600)
     (True, False)
     """
@@ -50,6 +56,9 @@ def is_pressure(code: int) -> bool:
 def is_final(code: int) -> bool:
     """True when the same call always fails, because the key or the sizes are wrong.
 
+    Args:
+        code: A return code.
+
     >>> is_final(-600), is_final(-900)
     (True, False)
     """
@@ -58,6 +67,9 @@ def is_final(code: int) -> bool:
 
 def is_success(code: int) -> bool:
     """True when the key is in the store after a put: just written, or already present.
+
+    Args:
+        code: A return code.
 
     >>> is_success(0), is_success(-705), is_success(-200)
     (True, True, False)

@@ -124,6 +124,18 @@ def parse_size(value: object, name: str = "size") -> int:
 class StoreConfig:
     """Settings of one client, with the names, defaults and rules of vLLM's configuration file.
 
+    Args:
+        metadata_server: Where clients find each other: "P2PHANDSHAKE", or the URL of a server.
+        master_server_address: The master, as "host:port".
+        protocol: "tcp", "rdma", "rpc_only" or another transport of Mooncake.
+        device_name: Devices of the transport, joined by commas; "" lets Mooncake choose.
+        mode: "embedded", or "standalone-store": then the client gives no memory to the pool.
+        global_segment_size: Bytes of memory that this client gives to the pool.
+        local_buffer_size: Bytes of this client's own buffer.
+        enable_offload: The pool has a disk tier.
+        tenant_id: Whose objects these are.
+        local_hostname: The address that other clients reach this one by; "" finds one.
+
     Raises:
         ArgumentError: A value is invalid. The message names its key.
 
@@ -229,6 +241,15 @@ class StoreConfig:
 
         Two keys may have the names of Mooncake's own `setup`: `master_server_addr` and
         `rdma_devices`. The default of both sizes is 0 for protocol "rpc_only".
+
+        Args:
+            values: Names to values, as in the file.
+
+        Returns:
+            StoreConfig.
+
+        Raises:
+            ArgumentError: A value is invalid. The message names its key.
         """
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         for alias, name in _ALIASES.items():
@@ -257,6 +278,15 @@ class StoreConfig:
 
         Where Mooncake's own reader takes the file otherwise than vLLM's does, vLLM's rules hold,
         and a StoreConfigWarning names the key.
+
+        Args:
+            path: The file.
+
+        Returns:
+            StoreConfig.
+
+        Raises:
+            ArgumentError: It cannot be read, is no JSON object, or a value is invalid.
         """
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8-sig"))

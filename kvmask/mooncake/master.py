@@ -162,6 +162,9 @@ def local_master(
         args: Further command line flags of the master, such as "--eviction_ratio=0.1".
         timeout: Seconds to wait for its first answer.
 
+    Yields:
+        LocalMaster, while it runs.
+
     Raises:
         MissingDependencyError: There is no such program.
         StoreError: The master ended at its start, or did not answer. The message ends with its log.

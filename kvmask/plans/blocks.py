@@ -217,14 +217,25 @@ class BlockPlan:
             self._bytes = each
 
     def entry_of(self, position: int) -> tuple[Entries, int]:
-        """The group's keys that hold the key at a position of all keys, and its place there."""
+        """The group's keys that hold the key at a position of all keys, and its place there.
+
+        Args:
+            position: Index among all keys of the plan.
+
+        Raises:
+            PlanStateError: There is no such key.
+        """
         for entries in reversed(self._entries):
             if position >= entries.first_key:
                 return entries, (position - entries.first_key) // entries.shards
         raise PlanStateError(f"no key at position {position} of {len(self.keys)}")
 
     def position(self, i: int) -> int:
-        """Where the key of an entry of the batch stands among all keys."""
+        """Where the key of an entry of the batch stands among all keys.
+
+        Args:
+            i: Index among the keys that are moved.
+        """
         return i if self._positions is None else self._positions[i]
 
     def _fail_key(
@@ -383,6 +394,10 @@ class BlockPlan:
         """Make no further call: the keys that none was made for have failed with this code.
 
         It can be called while a call is on its way, which must then still be answered.
+
+        Args:
+            code: The code of these failures.
+            cause: Why; None when nothing raised.
         """
         self._stopped = True
         while self._calls:
@@ -392,6 +407,9 @@ class BlockPlan:
 
     def fail(self, error: BaseException) -> None:
         """Take what the last call raised: its keys have failed, and so has all that is left.
+
+        Args:
+            error: The exception.
 
         Raises:
             PlanStateError: There was no call.

@@ -82,7 +82,7 @@ class Breaker:
         """A call was not answered; True when this is a new outage.
 
         Args:
-            error: Why.
+            error: What the call raised, or what its codes mean.
             begun: What `outages` was when the call began.
         """
         with self._lock:

@@ -35,27 +35,68 @@ class Store(Protocol):
     """
 
     def batch_is_exist(self, keys: list[str], /) -> Sequence[int]:
-        """1 for every key that the store has; renews its lease."""
+        """1 for every key that the store has; renews its lease.
+
+        Args:
+            keys: The keys.
+
+        Returns:
+            One integer per key. Anything but 1 counts as not present.
+        """
         ...
 
     def batch_put_from_multi_buffers(
         self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]], /, *config: Any
     ) -> Sequence[int]:
-        """Write every key from its pieces of memory; one code per key."""
+        """Write every key from its pieces of memory; one code per key.
+
+        Args:
+            keys: The keys, none of them twice.
+            addresses: Per key where its pieces lie, in registered memory.
+            sizes: Per key the bytes of its pieces.
+            config: What `StorePolicy.put_arguments` gives.
+
+        Returns:
+            One integer per key, as the policy reads it.
+        """
         ...
 
     def batch_get_into_multi_buffers(
         self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]], /
     ) -> Sequence[int]:
-        """Read every key into its pieces of memory; the bytes read, or a code, per key."""
+        """Read every key into its pieces of memory; the bytes read, or a code, per key.
+
+        Args:
+            keys: The keys, none of them twice.
+            addresses: Per key where its pieces lie, in registered memory.
+            sizes: Per key the bytes of its pieces.
+
+        Returns:
+            One integer per key, as the policy reads it.
+        """
         ...
 
     def register_buffer(self, address: int, size: int, /) -> int:
-        """Make memory known to the transport; 0 when it worked."""
+        """Make memory known to the transport; 0 when it worked.
+
+        Args:
+            address: Where it begins.
+            size: Its bytes.
+
+        Returns:
+            A code.
+        """
         ...
 
     def unregister_buffer(self, address: int, /) -> int:
-        """Undo `register_buffer`; 0 when it worked."""
+        """Undo `register_buffer`; 0 when it worked.
+
+        Args:
+            address: Where it begins.
+
+        Returns:
+            A code.
+        """
         ...
 
 
@@ -73,7 +114,14 @@ class Call(NamedTuple):
     num_bytes: int = 0
 
     def run(self, store: Any) -> Any:
-        """Make the call, and return the answer that the plan is to be fed with."""
+        """Make the call, and return the answer that the plan is to be fed with.
+
+        Args:
+            store: A connected store (`Store`).
+
+        Returns:
+            The store's answer; of a wait what ``synchronize`` returned.
+        """
         if self.name == WAIT:
             return self.args[0].synchronize()
         return getattr(store, self.name)(*self.args)
@@ -93,6 +141,9 @@ class Plan(Protocol):
     def feed(self, answer: Any) -> Any:
         """Take the answer to the last call. Saves and loads return the failures it brought.
 
+        Args:
+            answer: What `Call.run` returned.
+
         Raises:
             PlanStateError: There was no call, or it was answered already.
         """
@@ -100,6 +151,9 @@ class Plan(Protocol):
 
     def fail(self, error: BaseException) -> None:
         """Take the exception that the last call raised.
+
+        Args:
+            error: The exception.
 
         Raises:
             PlanStateError: There was no call, or it was answered already.
@@ -120,7 +174,20 @@ class Plan(Protocol):
 
 
 def drive(plan: Plan, store: Any) -> Any:
-    """Run a plan against a store, call by call, and return its result."""
+    """Run a plan against a store, call by call, and return its result.
+
+    Args:
+        plan: The plan.
+        store: A connected store (`Store`).
+
+    Returns:
+        What `Plan.result` is: a `Hit`, a `SaveResult` or a `LoadResult`.
+
+    Raises:
+        PlanStateError: Somebody else drives the plan, too.
+        BaseException: What a call raised, when it says that the call was wrong or that the program
+            is to end.
+    """
     while (call := plan.next_call()) is not None:
         try:
             answer = call.run(store)

@@ -30,7 +30,12 @@ class Held:
     tokens: int
 
     def blocks(self, group: GroupScheme, num_blocks: int) -> Bitset:
-        """The blocks of a group that are held, as ``num_blocks`` bits."""
+        """The blocks of a group that are held, as ``num_blocks`` bits.
+
+        Args:
+            group: The group.
+            num_blocks: How many of its blocks are of interest.
+        """
         return held_blocks(
             group.kind, group.block_size, group.span, self.groups[group.index], num_blocks
         )

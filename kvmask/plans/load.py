@@ -177,6 +177,9 @@ class LoadPlan(BlockPlan):
         are an existence call, which renews them, and the get once more. When the policy says that
         the store did not answer, no further call is made.
 
+        Args:
+            answer: One integer per key of the call: bytes, or a code. Anything, after a wait.
+
         Returns:
             The failures that came with this answer.
 

@@ -206,6 +206,9 @@ class LookupPlan:
         answer that does not fit. When the policy says that the store did not answer, the lookup
         ends as if the call had raised.
 
+        Args:
+            answer: One integer per key of the call.
+
         Raises:
             PlanStateError: There was no call.
         """
@@ -261,6 +264,9 @@ class LookupPlan:
 
     def fail(self, error: BaseException) -> None:
         """Take what the last call raised: the lookup ends, with a hit of 0 that names the cause.
+
+        Args:
+            error: The exception.
 
         Raises:
             PlanStateError: There was no call.

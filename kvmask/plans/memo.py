@@ -59,7 +59,11 @@ class KeyMemo:
         return len(self._until)
 
     def add(self, keys: Iterable[str]) -> None:
-        """Remember these keys from now on."""
+        """Remember these keys from now on.
+
+        Args:
+            keys: The keys, as text.
+        """
         until = self._clock() + self._seconds
         with self._lock:
             for key in keys:
@@ -69,13 +73,24 @@ class KeyMemo:
                 self._until.popitem(last=False)
 
     def known(self, keys: Sequence[str]) -> list[bool]:
-        """For each key, whether it is remembered."""
+        """For each key, whether it is remembered.
+
+        Args:
+            keys: The keys, as text.
+
+        Returns:
+            One bool per key, in order.
+        """
         now = self._clock()
         with self._lock:
             return [self._until.get(key, -math.inf) > now for key in keys]
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Drop keys."""
+        """Drop keys.
+
+        Args:
+            keys: The keys, as text. Those that are not remembered are passed over.
+        """
         with self._lock:
             for key in keys:
                 self._until.pop(key, None)

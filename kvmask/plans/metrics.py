@@ -51,7 +51,14 @@ class TransferStats:
         self._lock = threading.Lock()
 
     def add(self, **amounts: float) -> None:
-        """Add to counters by name."""
+        """Add to counters by name.
+
+        Args:
+            amounts: Names of ``COUNTERS``, and what to add to each.
+
+        Raises:
+            KeyError: There is no such counter.
+        """
         values = self._values  # once: `__getattr__` makes each look-up of the class dearer
         with self._lock:
             for name, amount in amounts.items():
@@ -104,6 +111,10 @@ class StatsCollector:
 
 def exposition(stats: TransferStats, labels: dict[str, str] | None = None) -> str:
     """The counters in Prometheus' text format.
+
+    Args:
+        stats: The counters.
+        labels: Constant labels, for instance of the rank.
 
     Raises:
         MissingDependencyError: prometheus_client is not installed.

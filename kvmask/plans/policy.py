@@ -46,21 +46,38 @@ class StorePolicy:
     unique_keys = False
 
     def stored(self, code: int) -> bool:
-        """Whether a put's code says that the key was written. Not asked when all codes are 0."""
+        """Whether a put's code says that the key was written. Not asked when all codes are 0.
+
+        Args:
+            code: The code of one key.
+        """
         return code == 0
 
     def loaded(self, got: int, planned: int) -> bool:
         """Whether a get's answer says that a key was read whole; both in bytes. Not asked when all
-        answers are as planned."""
+        answers are as planned.
+
+        Args:
+            got: Bytes, or a code.
+            planned: Bytes of the key.
+        """
         return got == planned
 
     def outage(self, codes: Sequence[int]) -> bool:
-        """Whether a call's codes say that the store did not answer. Not asked when all is well."""
+        """Whether a call's codes say that the store did not answer. Not asked when all is well.
+
+        Args:
+            codes: The codes of all keys of the call.
+        """
         none = self.outage_codes
         return bool(codes) and all(code in none for code in codes)
 
     def settled(self, code: int) -> bool:
-        """Whether a failed put's or get's code says that the store leaves its memory alone."""
+        """Whether a failed put's or get's code says that the store leaves its memory alone.
+
+        Args:
+            code: The code of one key.
+        """
         return code in self.settled_codes
 
     def cut_put(
@@ -80,7 +97,12 @@ class StorePolicy:
     def cut_get(
         self, num_bytes: Sequence[int], sizes: Sequence[Sequence[int]]
     ) -> tuple[list[tuple[int, int]], list[int]]:
-        """Cut the keys of a load into calls; see `cut_put`."""
+        """Cut the keys of a load into calls; see `cut_put`.
+
+        Args:
+            num_bytes: Bytes per key.
+            sizes: Sizes of the pieces of memory, per key.
+        """
         return self.cut_put(num_bytes, sizes)
 
     def put_arguments(self, group_ids: list[str] | None) -> tuple[Any, ...]:

@@ -246,6 +246,9 @@ class SavePlan(BlockPlan):
         To a put: the policy says which codes are success; all else has failed. When the policy says
         that the store did not answer, no further call is made.
 
+        Args:
+            answer: One integer per key of the call; anything, after a wait.
+
         Returns:
             The failures that came with this answer.
 
@@ -361,6 +364,10 @@ class SavePlan(BlockPlan):
         """Make no further call; see `BlockPlan.stop`.
 
         While the existence call is on its way, its answer still says which keys are present.
+
+        Args:
+            code: The code of these failures.
+            cause: Why; None when nothing raised.
         """
         if self._stage == EXISTS:
             self._stage = WAIT

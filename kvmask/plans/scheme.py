@@ -24,7 +24,14 @@ class Addresses(Protocol):
         ...
 
     def addresses(self, block_ids: list[int], /) -> tuple[list[list[int]], list[list[int]]]:
-        """Addresses and sizes in bytes, one row per block and one entry per region."""
+        """Addresses and sizes in bytes, one row per block and one entry per region.
+
+        Args:
+            block_ids: Which blocks.
+
+        Raises:
+            BlockIdError: There is no such block.
+        """
         ...
 
 
@@ -152,7 +159,15 @@ class Scheme:
         object.__setattr__(self, "namespaces", tuple(g.namespaces for g in self.groups))
 
     def hashes(self, hashes: BlockHashes | Sequence[bytes]) -> BlockHashes:
-        """Digests as the core takes them, refused when they are known to be others."""
+        """Digests as the core takes them, refused when they are known to be others.
+
+        Args:
+            hashes: One digest per hash block.
+
+        Raises:
+            ArgumentError: They are known to be of another hash block size, algorithm or start.
+            HashInputError: An item is no digest.
+        """
         digests = block_hashes(hashes)
         if self.check_hashes is not None:
             self.check_hashes(digests)

@@ -94,7 +94,7 @@ class PlanTools:
         """Tell the breaker that a call was not answered. A new outage is counted and logged.
 
         Args:
-            error: Why.
+            error: What the call raised, or what its codes mean.
             begun: `Breaker.outages` when the call began.
         """
         breaker = self.breaker
