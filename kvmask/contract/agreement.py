@@ -13,22 +13,21 @@ A contract holds no tensor and no rank of its own. `bind` adds both.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from os import PathLike
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from kvmask._core import BlockHashes
-from kvmask.contract.bound import BoundContract, Frozen
+from kvmask.contract.bound import BoundContract
 from kvmask.contract.memory import (
     LocalPlace,
     by_group,
     check_chunks,
-    check_places,
     facts_by_place,
     layout_rows,
     named_groups,
     payload_row,
 )
+from kvmask.contract.portable import Portable
 from kvmask.contract.schemes import lookup_scheme
 from kvmask.contract.shape import (
     check_stated,
@@ -70,7 +69,7 @@ _DEFAULT: Any = object()
 _NO_GRID = RankGrid()
 
 
-class Contract(Frozen):
+class Contract(Portable):
     """What engines must agree on to share a KV cache: portable, checked once, immutable.
 
     Safe to use from several threads.
@@ -386,85 +385,6 @@ class Contract(Frozen):
     def _is_strict(self, index: int) -> bool:
         return any(isinstance(schema, StrictKeys) for schema in self.keys[index])
 
-    def to_json(self, *, with_seed: bool = False) -> str:
-        """The contract as text that another engine can start from.
-
-        Args:
-            with_seed: Also write the seed (or the start), which is a secret for some algorithms.
-
-        Raises:
-            ArgumentError: A group's `spec` or a key format has no place in JSON, or the seed is not
-                known.
-        """
-        from kvmask.contract.file import encode  # JSON is for few programs: not at import
-
-        return encode(self, with_seed=with_seed)
-
-    @classmethod
-    def from_json(
-        cls, text: str, *, seed: str | None = None, start: bytes | None = None
-    ) -> Contract:
-        """The contract that `to_json` wrote.
-
-        Without a seed, in the text or here, the one that `Hashing` takes by default is tried. If
-        that is another, the contract can look up by digests and refuses to hash token ids.
-
-        Args:
-            text: What `to_json` gave.
-            seed: The hash seed, checked against a digest in the text.
-            start: Or the start hash itself.
-
-        Raises:
-            ArgumentError: The text is no contract, holds a field that is not known, or another
-                seed's.
-        """
-        from kvmask.contract.file import decode
-
-        made, local, fingerprint = decode(text, seed, start)
-        contract = cls(**made)
-        if contract.fingerprint != fingerprint:
-            raise ArgumentError(
-                "`fingerprint` must be that of the contract it stands in, "
-                f"got {fingerprint!r} and {contract.fingerprint!r}"
-            )
-        known = {LocalPlace(*place): facts for place, facts in local.items()}
-        check_places(known, contract._filled)
-        return contract._knowing(known)
-
-    def write(self, path: str | PathLike[str], *, with_seed: bool = False) -> None:
-        """Write `to_json` to a file, in one step; with the seed only the owner can read it.
-
-        Args:
-            path: The file. It is replaced.
-            with_seed: As for `to_json`.
-
-        Raises:
-            ArgumentError: As for `to_json`.
-            OSError: The file cannot be written.
-        """
-        from kvmask.contract.file import write_text
-
-        write_text(path, self.to_json(with_seed=with_seed), private=with_seed)
-
-    @classmethod
-    def read(
-        cls, path: str | PathLike[str], *, seed: str | None = None, start: bytes | None = None
-    ) -> Contract:
-        """The contract in a file; see `from_json`.
-
-        Args:
-            path: The file.
-            seed: The hash seed, as for `from_json`.
-            start: The start hash itself, 16 or 32 bytes.
-
-        Raises:
-            ArgumentError: As for `from_json`.
-            OSError: The file cannot be read.
-        """
-        from kvmask.contract.file import read_text
-
-        return cls.from_json(read_text(path), seed=seed, start=start)
-
     def request(
         self,
         token_ids: Any = None,
@@ -519,10 +439,6 @@ class Contract(Frozen):
         if not isinstance(other, Contract):
             raise TypeError(f"`other` must be a Contract, got {type(other).__name__}")
         return differences(self, other)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A pickle is for another process of the same engine, so it holds the seed.
-        return Contract.from_json, (self.to_json(with_seed=self.origin is not None),)
 
     def _state(self) -> tuple[Any, ...]:
         coord = self.coordinator
