@@ -156,7 +156,7 @@ def lookup_worker(shape: str, side: str, store: Any) -> Any:
     )
     worker.store = store
     if side != "stock":
-        worker.__class__ = connector.WORKER
+        worker.__class__ = connector.classes()["MooncakeStoreWorker"]
         worker._kvmask_lookup = side
     return worker
 
@@ -188,13 +188,9 @@ def _thread(cls: str, shape: str, side: str, regions: int, store: Any, **options
         **options,
     )
     if side != "stock":
-        own = {
-            "KVCacheStoreSendingThread": connector.SENDING,
-            "KVCacheStoreRecvingThread": connector.RECEIVING,
-        }
-        thread.__class__ = own[cls]
+        thread.__class__ = connector.classes()[cls]
         for db in dbs:
-            db.store_layout.__class__ = layouts.LAYOUTS[type(db.store_layout)]
+            layouts.adopt_places(db)
     return thread
 
 
@@ -247,9 +243,11 @@ COLD = {"cold": False}
 
 
 def forget(dbs: list[Any]) -> None:
+    from kvmask.vllm import binding
+
     if COLD["cold"]:
         for db in dbs:
-            db.store_layout.__dict__.pop("_kvmask_tables", None)
+            binding.state(db.store_layout).pop("tables", None)
 
 
 OPERATIONS: dict[str, Callable[[str, int, str], Bench]] = {

@@ -1,26 +1,70 @@
-"""vLLM's plugin entry points. They import nothing unless they are asked to act."""
+"""vLLM's plugin entry points. They import nothing of an engine, and act once it does."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
+from typing import Any
+
+from kvmask import switch
+
+CONNECTOR = "KVMaskStoreConnector"
+_STORE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector"
+_FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 
 
 def vllm() -> None:
     """Put kvmask under vLLM's MooncakeStoreConnector when ``KVMASK_VLLM=1``.
 
-    ``KVMASK_LOOKUP`` chooses the lookup strategy. A vLLM that kvmask does not know keeps its own
-    functions, and the log says what changed in it.
+    It is done when vLLM imports that connector, so a process without it is left as it is.
+    ``KVMASK_LOOKUP`` chooses the lookup strategy. Whatever does not fit, or cannot be read, keeps
+    vLLM's own functions, and the log says what and why. In any case the name of kvmask's own
+    connector is made known to vLLM.
     """
-    if os.environ.get("KVMASK_VLLM") != "1":
-        return
-    from kvmask.errors import UnsupportedReleaseError
-    from kvmask.vllm import install
+    from kvmask.engines import after_import
 
+    after_import(_FACTORY, _register)
+    on = switch.is_on(switch.SWITCH)
+    if on is None:
+        _log().error(
+            "vLLM goes on without kvmask: %s must be 1 or 0, got %r",
+            switch.SWITCH,
+            os.environ[switch.SWITCH],
+        )
+    elif on:
+        after_import(_STORE, _install_vllm)
+
+
+def _log() -> logging.Logger:
+    return logging.getLogger("vllm.kvmask")
+
+
+def register(factory: Any) -> None:
+    """Make kvmask's own connector known to vLLM's factory by its name.
+
+    Inside MultiConnector the statistics of a part are looked up by name, whatever the module was
+    that it came from.
+    """
+    if CONNECTOR not in factory._registry:
+        factory.register_connector(CONNECTOR, "kvmask.vllm", CONNECTOR)
+
+
+def _register() -> None:
     try:
-        install(os.environ.get("KVMASK_LOOKUP", "staged"))
-    except UnsupportedReleaseError as e:
-        logging.getLogger("vllm.kvmask").error("vLLM goes on without kvmask: %s", e)
+        register(sys.modules[_FACTORY].KVConnectorFactory)
+    except Exception as e:  # the import that this is part of is vLLM's
+        _log().error("%s has no name in vLLM: %s: %s", CONNECTOR, type(e).__name__, e)
+
+
+def _install_vllm() -> None:
+    try:
+        # The package itself may be at its first line: it imports the connector, too.
+        from kvmask.vllm.placing import install
+
+        install(os.environ.get(switch.LOOKUP, "staged"))
+    except Exception as e:  # the import that this is part of is vLLM's
+        _log().error("vLLM goes on without kvmask: %s: %s", type(e).__name__, e)
 
 
 def ascend() -> None:
@@ -40,10 +84,9 @@ def ascend() -> None:
 
 
 def _install_ascend() -> None:
-    log = logging.getLogger("vllm.kvmask")
     try:
         from kvmask.ascend import install
 
         install(os.environ.get("KVMASK_LOOKUP", "staged"))
     except Exception as e:  # the import that this is part of is vllm-ascend's
-        log.error("AscendStore goes on without kvmask: %s: %s", type(e).__name__, e)
+        _log().error("AscendStore goes on without kvmask: %s: %s", type(e).__name__, e)

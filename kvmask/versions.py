@@ -9,7 +9,20 @@ Requirement files repeat the pins, because pip reads nothing else; a test compar
 import sys
 
 #: vLLM releases, the installed one first.
-VLLM = ("0.32.0", "0.33.0", "0.28.0", "0.24.0")
+VLLM = (
+    "0.32.0",
+    "0.33.0",
+    "0.31.0",
+    "0.30.0",
+    "0.29.0",
+    "0.28.0",
+    "0.27.1",
+    "0.27.0",
+    "0.26.0",
+    "0.25.1",
+    "0.25.0",
+    "0.24.0",
+)
 #: The release that tests, engines and benches install; of the others only the source is read.
 VLLM_INSTALLED = VLLM[0]
 #: vllm-ascend releases, oldest first (the newest final one and the newest one), and the vLLM that

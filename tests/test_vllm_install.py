@@ -1,10 +1,15 @@
-"""Putting kvmask under the stock connector: all of it or nothing, and back again."""
+"""Putting kvmask under the stock connector: what fits of it, and back again."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import logging
+import os
+import re
+import subprocess
+import sys
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +21,9 @@ import pytest
 pytest.importorskip("vllm")
 
 import kvmask.vllm
-from kvmask import _plugin
+from kvmask import _plugin, switch
 from kvmask.errors import ArgumentError, UnsupportedReleaseError
-from kvmask.vllm import connector, lookup, releases, seams
+from kvmask.vllm import connector, features, layouts, lookup, options, placing, releases, seams
 
 pytestmark = pytest.mark.vllm
 
@@ -29,6 +34,7 @@ def clean() -> Iterator[None]:
     kvmask.vllm.uninstall()
     strategy = lookup._default["lookup"]
     before = in_place()
+    placing._said.clear()
     yield
     kvmask.vllm.uninstall()
     lookup.set_default(strategy)
@@ -39,15 +45,58 @@ def in_place() -> dict[str, Any]:
     """What vLLM has at every seam at the moment."""
     found = {}
     for name in seams.PATHS:
-        where = seams.SEAMS._owner(name)
+        where = None if "#" in seams.PATHS[name] else seams.SEAMS._owner(name)
         if where is not None:
             found[name] = vars(where[0])[where[1]]
     return found
 
 
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
+    """What kvmask says in vLLM's log: pairs of level and text."""
+    records: list[tuple[str, str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda r: records.append((r.levelname, r.getMessage()))  # type: ignore[method-assign]
+    log = logging.getLogger("vllm.kvmask")
+    log.addHandler(handler)
+    monkeypatch.setattr(log, "disabled", False)
+    level = log.level
+    log.setLevel(logging.INFO)
+    yield records
+    log.setLevel(level)
+    log.removeHandler(handler)
+
+
+@pytest.fixture
+def unknown(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lets vLLM be another one: its functions by seam, None where they are gone."""
+
+    def change(**functions: Any) -> None:
+        monkeypatch.setattr(releases, "_found", [])
+        for name, function in functions.items():
+            monkeypatch.setitem(seams.SEAMS._stock, name.replace("__", "."), function)
+
+    return change
+
+
+# Any seam of each feature that no other one has.
+EVERY = {
+    "connector__init": None,
+    "coordinator__reachable_masks": None,
+    "worker__lookup": None,
+    "layout__prepare_values": None,
+    "core__block_hasher": None,
+}
+
+
+def config(**extra: Any) -> Any:
+    return SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+
+
 def test_install_and_uninstall() -> None:
     before = in_place()
-    wanted = connector.replacements(releases.current())
+    wanted = placing.replacements(releases.fitting(), releases.current())
+    assert set(releases.fitting().absent) == set(releases.fitting().stock) == set()
     kvmask.vllm.install()
     after = in_place()
     assert {n for n in before if before[n] is not after[n]} == set(wanted)
@@ -82,30 +131,103 @@ def changed_rule(cls: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seam", "now", "message"),
+    ("seam", "now", "message", "stock"),
     [
-        ("window.mask", changed_rule, r"SlidingWindowManager.reachable_block_mask has changed"),
-        ("worker.lookup", None, r"worker.MooncakeStoreWorker.lookup is gone"),
-        ("core.replay_boundaries", None, r"replay_boundaries is gone"),
-        ("sending.init", changed_rule, r"KVCacheStoreSendingThread.__init__ has changed"),
+        ("window.mask", changed_rule, "SlidingWindowManager.reachable_block_mask has changed",
+         {"masks", "lookup", "local"}),
+        ("worker.lookup", None, "worker.MooncakeStoreWorker.lookup is gone", {"lookup", "local"}),
+        ("core.replay_boundaries", None, "replay_boundaries is gone",
+         {"masks", "lookup", "local"}),
+        ("sending.init", changed_rule, "KVCacheStoreSendingThread.__init__ has changed",
+         {"saving"}),
+        ("layout.prepare_values", changed_rule, "RankLocalStoreLayout.prepare_values has changed",
+         {"layouts", "saving", "loading"}),
+        ("server.init", changed_rule, "LookupKeyServer.__init__ has changed",
+         {"lookup", "local"}),
+        ("request.all_token_ids", changed_rule, "_all_token_ids is gone", {"hasher"}),
+        ("protocol.encode", changed_rule, "encode_lookup_response has changed",
+         {"lookup", "local"}),
     ],
-)
-def test_an_unknown_release_is_refused(
-    monkeypatch: pytest.MonkeyPatch, seam: str, now: Any, message: str
+)  # fmt: skip
+def test_what_does_not_fit_stays_stock(
+    unknown: Any, said: Any, seam: str, now: Any, message: str, stock: set[str]
 ) -> None:
+    unknown(**{seam: now})
     before = in_place()
-    monkeypatch.setattr(releases, "_current", [])
-    if now is None:
-        monkeypatch.delitem(seams.SEAMS._stock, seam)
-    else:
-        monkeypatch.setitem(seams.SEAMS._stock, seam, now)
-    with pytest.raises(UnsupportedReleaseError, match=message) as caught:
+    placed = releases.fitting()
+    assert set(placed.stock) == stock
+    kvmask.vllm.install()
+    after = in_place()
+    kept = {n for f in features.FEATURES if f.name not in stock for n in f.replaces}
+    assert {n for n in before if before[n] is not after[n]} == kept & set(before)
+    errors = [text for level, text in said if level == "ERROR"]
+    assert len(errors) == len(stock)
+    assert any(message in text for text in errors)
+    assert next(text for level, text in said if level == "INFO").startswith(
+        f"kvmask {kvmask.__version__} is in place in vLLM"
+    )
+
+
+def test_a_vllm_that_nothing_fits_is_refused(unknown: Any, said: Any) -> None:
+    before = in_place()
+    unknown(**EVERY)
+    with pytest.raises(UnsupportedReleaseError, match=r"checked against vLLM 0\.24, 0\.25, .*gone"):
         kvmask.vllm.install()
-    assert "kvmask was checked against vLLM 0.24, 0.28, 0.32, 0.33" in str(caught.value)
     assert in_place() == before
-    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
-    with pytest.raises(UnsupportedReleaseError, match=message):
-        kvmask.vllm.KVMaskStoreConnector(config, None, None)
+    with pytest.raises(UnsupportedReleaseError, match="checked against"):
+        kvmask.vllm.KVMaskStoreConnector(config(on_unknown="refuse"), None, None)
+    assert connector._fitting("stock") is None
+    assert said[-1][0] == "ERROR"
+    assert "vLLM goes on without kvmask" in said[-1][1]
+
+
+def test_a_connector_may_refuse_what_fits_in_part(unknown: Any) -> None:
+    unknown(sending__init=changed_rule)
+    with pytest.raises(
+        UnsupportedReleaseError, match=r"saving does not fit .*__init__ has changed"
+    ):
+        connector._fitting("refuse")
+    placed = connector._fitting("stock")
+    assert placed is not None
+    assert not placed.has("saving")
+    assert "KVCacheStoreSendingThread" not in connector.classes()
+    unknown(sending__init=seams.stock("receiving.init"), connector__init=changed_rule)
+    assert connector._fitting("stock") is None
+    with pytest.raises(UnsupportedReleaseError, match="KVMaskStoreConnector does not fit"):
+        connector._fitting("refuse")
+
+
+def test_the_connector_of_an_unknown_vllm_is_stock(
+    unknown: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unknown(**EVERY)
+    worker = object.__new__(releases.StockWorker)
+
+    def made(self: Any, *args: Any) -> None:
+        self.connector_worker, self.connector_scheduler = worker, None
+
+    monkeypatch.setattr(releases.StockConnector, "__init__", made)
+    monkeypatch.setattr(releases.StockConnector, "shutdown", lambda self: None)
+    found = kvmask.vllm.KVMaskStoreConnector(config(local_aware=True), None, None)
+    assert type(found.connector_worker) is releases.StockWorker
+    assert not vars(worker)
+
+
+def test_wrong_entries_of_the_configuration(said: Any) -> None:
+    for extra, message in (
+        ({"on_unknown": "die"}, "`on_unknown` must be one of .*, got 'die'"),
+        ({"lookup": "fast"}, "got 'fast'"),
+        ({"lokup": "exact"}, "has no entry 'lokup'; did you mean 'lookup'"),
+        ({"localaware": True}, "did you mean 'local_aware'"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            kvmask.vllm.KVMaskStoreConnector(config(**extra), None, None)
+
+
+def test_entries_that_nobody_reads_are_named() -> None:
+    known = {"lookup": "exact", "load_async": True, "cache_prefix": "", "enable_lookup": True}
+    assert options.check_names({**known, "my_proxy_port": 1}) == ["my_proxy_port"]
+    assert options.check_names(known) == []
 
 
 def test_a_method_that_somebody_else_replaced_is_left_alone(
@@ -146,77 +268,146 @@ def test_a_failure_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_release_has_digests_of_all_it_replaces() -> None:
-    for name in releases.RELEASES:
-        known = releases.digests(name)
-        replaced = set(connector.replacements(releases._KNOWN[name]))
-        replaced = {seams.ALIASES.get(seam, seam) for seam in replaced}
-        assert replaced <= set(known), name
+    for name in features.RELEASES:
+        known = features.TABLE.digests(name)
+        release = releases._KNOWN[name]
+        own = placing.functions(release)
+        for feature in features.FEATURES:
+            seen = [seams.ALIASES.get(seam, seam) for seam in feature.replaces]
+            if feature.name in features.OFFERS[name] and seen:
+                assert set(seen) & set(known), (name, feature.name)
+                assert set(feature.replaces) <= set(own)
+            assert {*feature.replaces, *feature.relies} <= set(seams.PATHS)
         assert set(known) <= set(seams.PATHS), name
         assert all(len(d) == 10 for d in known.values()), name
+    named = {n for f in features.FEATURES for n in (*f.replaces, *f.relies)}
+    assert set(seams.PATHS) == named
+    assert {n for n, first in features._FIRST.items() if first != "0.24"} == set(features.ABSENT)
 
 
-def test_a_digest_does_not_depend_on_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    def plain(x: int) -> int:
-        return x + 1
-
-    def told(x: int) -> int:
-        """Add one."""
-        # because
-        return x + 1
-
-    def other(x: int) -> int:
-        return x + 2
-
-    found = []
-    for f in (plain, told, other):
-        monkeypatch.setitem(seams.SEAMS._stock, "window.mask", f)
-        monkeypatch.setattr(
-            inspect, "getsource", lambda f, get=inspect.getsource: rename(get(f)), raising=True
-        )
-        found.append(seams.digest("window.mask"))
-        monkeypatch.undo()
-    assert found[0] == found[1] != found[2]
-    assert all(found)
+@pytest.fixture
+def environ(monkeypatch: pytest.MonkeyPatch) -> Any:
+    for name in (switch.SWITCH, switch.LOOKUP, switch.ALLOWED, switch.RAY_PREFIXES):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
 
 
-def rename(source: str) -> str:
-    for name in ("plain", "told", "other"):
-        source = source.replace(f"def {name}(", "def f(")
-    return source
+@pytest.mark.parametrize("value", [None, "0", "", "off", "False"])
+def test_plugin_acts_only_when_asked(environ: Any, said: Any, value: str | None) -> None:
+    if value is not None:
+        environ.setenv("KVMASK_VLLM", value)
+    _plugin.vllm()
+    assert not seams.placed()
+    assert not said
 
 
-def test_plugin_acts_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value in (None, "0", ""):
-        if value is None:
-            monkeypatch.delenv("KVMASK_VLLM", raising=False)
-        else:
-            monkeypatch.setenv("KVMASK_VLLM", value)
-        _plugin.vllm()
-        assert not seams.placed()
-    monkeypatch.setenv("KVMASK_VLLM", "1")
-    monkeypatch.setenv("KVMASK_LOOKUP", "exact")
+@pytest.mark.parametrize("value", ["1", "true", "On"])
+def test_plugin_installs(environ: Any, value: str) -> None:
+    environ.setenv("KVMASK_VLLM", value)
+    environ.setenv("KVMASK_LOOKUP", "exact")
     _plugin.vllm()
     assert seams.placed()
     assert lookup._default["lookup"] == "exact"
 
 
-def test_plugin_lets_an_unknown_release_go_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("KVMASK_VLLM", "yes please", "KVMASK_VLLM must be 1 or 0, got 'yes please'"),
+        ("KVMASK_LOOKUP", "stagged", "`lookup` must be one of .*got 'stagged'"),
+    ],
+)
+def test_a_typing_error_in_the_environment_leaves_vllm_as_it_is(
+    environ: Any, said: Any, name: str, value: str, message: str
 ) -> None:
-    monkeypatch.setenv("KVMASK_VLLM", "1")
-    monkeypatch.setattr(releases, "_current", [])
-    monkeypatch.setitem(seams.SEAMS._stock, "full.find", changed_rule)
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda r: records.append(r.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("vllm.kvmask")
-    log.addHandler(handler)
-    try:
-        _plugin.vllm()
-    finally:
-        log.removeHandler(handler)
+    environ.setenv("KVMASK_VLLM", "1")
+    environ.setenv(name, value)
+    _plugin.vllm()
     assert not seams.placed()
-    assert "find_longest_cache_hit has changed" in records[0]
+    assert [level for level, _ in said] == ["ERROR"]
+    assert re.search(message, said[0][1])
+
+
+def test_plugin_lets_an_unknown_release_go_on(environ: Any, unknown: Any, said: Any) -> None:
+    environ.setenv("KVMASK_VLLM", "1")
+    unknown(**EVERY)
+    _plugin.vllm()
+    assert not seams.placed()
+    assert "vLLM goes on without kvmask" in said[0][1]
+    assert "is gone" in said[0][1]
+
+
+def test_processes_that_vllm_starts_learn_of_it(environ: Any, said: Any) -> None:
+    environ.setenv(switch.RAY_PREFIXES, "MINE_")
+    before = dict(os.environ)
+    kvmask.vllm.install(lookup="exact")
+    told = {n: os.environ[n] for n in (switch.SWITCH, switch.LOOKUP, switch.RAY_PREFIXES)}
+    assert told == {"KVMASK_VLLM": "1", "KVMASK_LOOKUP": "exact"} | {
+        switch.RAY_PREFIXES: "KVMASK_,MINE_"
+    }
+    kvmask.vllm.uninstall()
+    assert dict(os.environ) == before
+
+
+def test_what_hides_the_plugin_is_said(environ: Any, said: Any) -> None:
+    environ.setenv("VLLM_PLUGINS", "lora,other")
+    kvmask.vllm.install()
+    kvmask.vllm.install()
+    warnings = [text for level, text in said if level == "WARNING"]
+    assert len(warnings) == 1
+    assert "VLLM_PLUGINS does not list 'kvmask'" in warnings[0]
+    said.clear()
+    environ.setenv("VLLM_PLUGINS", "kvmask")
+    environ.setattr(placing.importlib.metadata, "entry_points", lambda **kwargs: ())
+    kvmask.vllm.install()
+    assert "its plugin is not installed" in next(t for level, t in said if level == "WARNING")
+
+
+def run_python(code: str, **environ: str) -> str:
+    """What a new Python says."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_plugin_costs_a_process_without_the_connector_nothing() -> None:
+    code = """
+    import sys
+    from kvmask import _plugin
+    _plugin.vllm()
+    heavy = [m for m in sys.modules if m.partition(".")[0] in ("vllm", "torch")]
+    heavy += [m for m in sys.modules if m.startswith("kvmask.vllm")]
+    print(heavy)
+    import vllm.distributed.kv_transfer.kv_connector.factory as factory
+    print("KVMaskStoreConnector" in factory.KVConnectorFactory._registry)
+    print([m for m in sys.modules if m.startswith("kvmask.vllm")])
+    import vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector
+    from kvmask.vllm import seams
+    print("worker.lookup" in seams.placed(), "engine.block_hasher" in seams.placed())
+    import vllm.v1.engine.core
+    print("engine.block_hasher" in seams.placed())
+    """
+    lines = run_python(code, KVMASK_VLLM="1").split("\n")
+    assert lines[:4] == ["[]", "True", "[]", "True False"]
+    assert lines[4] == "True"
+
+
+def test_plugin_and_connector_together() -> None:
+    code = """
+    from kvmask import _plugin
+    _plugin.vllm()
+    import kvmask.vllm
+    from kvmask.vllm import seams
+    print("worker.lookup" in seams.placed())
+    """
+    assert run_python(code, KVMASK_VLLM="1") == "True\n"
 
 
 def test_entry_point_is_declared() -> None:
@@ -274,13 +465,6 @@ def test_database_places_blocks_from_the_core() -> None:
     assert ids == [3, 7]
 
 
-def test_connector_checks_its_strategy_first() -> None:
-    extra = {"lookup": "fast"}
-    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
-    with pytest.raises(ArgumentError, match="got 'fast'"):
-        kvmask.vllm.KVMaskStoreConnector(config, None, None)
-
-
 def test_stock_objects_become_kvmasks() -> None:
     """What the connector does to a worker that stock has made."""
     worker = object.__new__(releases.StockWorker)
@@ -290,7 +474,8 @@ def test_stock_objects_become_kvmasks() -> None:
     assert type(worker).lookup is lookup.lookup
     assert worker._kvmask_lookup == "exact"
     assert type(worker.coord) is kvmask.vllm.MooncakeStoreCoordinator
-    assert "prepare_values" in vars(type(worker.token_dbs[0].store_layout))
+    assert layouts.tables_of(worker.token_dbs[0].store_layout) is not None
+    assert isinstance(worker, releases.StockWorker)
     # A coordinator of somebody else's stays what it is.
     theirs = type("Theirs", (releases.StockCoordinator,), {})
     worker.coord = object.__new__(theirs)
@@ -307,3 +492,31 @@ def test_the_engine_hashes_blocks_with_it_while_it_is_installed() -> None:
     assert core.get_request_block_hasher is kvmask.vllm.request_block_hasher
     kvmask.vllm.uninstall()
     assert core.get_request_block_hasher is stock is kv_cache_utils.get_request_block_hasher
+
+
+def test_layouts_of_others_keep_their_own_values() -> None:
+    class Theirs(releases.RankLocalLayout):  # type: ignore[misc]
+        def prepare_values(self, chunks: Any, block_ids: Any, shard_ids: Any) -> Any:
+            return "theirs"
+
+    class Inherits(releases.ShardedLayout):  # type: ignore[misc]
+        pass
+
+    metadata = releases.KeyMetadata("m", 0, 0, 0, 0)
+    db = kvmask.vllm.ChunkedTokenDatabase(metadata, 16, store_layout=Theirs(metadata, 16, 16))
+    assert db.store_layout.prepare_values([(0, 16)], [1], [0]) == "theirs"
+    assert layouts.tables_of(db.store_layout) is None
+    other = object.__new__(Inherits)
+    layouts.adopt_places(SimpleNamespace(store_layout=other))
+    assert type(other).prepare_values is layouts.sharded_values
+    assert isinstance(other, Inherits)
+
+
+def test_statistics_inside_multi_connector() -> None:
+    """vLLM looks the connector up by its name to make its statistics anew."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    made = kvmask.vllm.KVMaskStoreConnector.build_kv_connector_stats()
+    made.record_operation("lookup_exists", 0.5, 3)
+    found = MultiConnector.build_kv_connector_stats({"KVMaskStoreConnector": made.data})
+    assert found.data["KVMaskStoreConnector"].data == made.data

@@ -16,7 +16,7 @@ from vllm_oracle import digest, engine
 
 from kvmask.groups import FullAttention
 from kvmask.plans import DEFAULT_COSTS
-from kvmask.vllm import loading, lookup, saving, schemes, seams
+from kvmask.vllm import layouts, loading, lookup, saving, schemes, seams
 from kvmask.vllm.policy import ReceivingPolicy, SendingPolicy
 
 pytestmark = pytest.mark.vllm
@@ -104,7 +104,7 @@ def test_databases_of_several_hash_blocks_are_left_to_stock() -> None:
     other = engine().data.ChunkedTokenDatabase(
         engine().data.KeyMetadata("model", 0, 0, 0, 0, 1), 8, hash_block_size=8
     )
-    pair.own(other.store_layout)
+    layouts.adopt_places(other)
     other.set_kv_caches_base_addr([1 << 40])
     other.set_block_len([64])
     thread.token_databases = [*thread.token_databases, other]

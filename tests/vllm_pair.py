@@ -166,14 +166,7 @@ def shared_tensor(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> An
 
 def own(thing: Any) -> Any:
     """Give stock objects kvmask's methods, as the connector does."""
-    e = engine().worker
-    classes = {
-        e.KVCacheStoreSendingThread: connector.SENDING,
-        e.KVCacheStoreRecvingThread: connector.RECEIVING,
-        e.MooncakeStoreWorker: connector.WORKER,
-        **layouts.LAYOUTS,
-    }
-    thing.__class__ = classes[type(thing)]
+    thing.__class__ = connector.classes()[type(thing).__name__]
     return thing
 
 
@@ -253,7 +246,7 @@ def adopt(thread: Any, side: str) -> Any:
     if side == "kvmask":
         own(thread)
         for db in thread.token_databases:
-            own(db.store_layout)
+            layouts.adopt_places(db)
     return thread
 
 

@@ -1,144 +1,165 @@
-"""Putting kvmask under the stock connector, and the connector that needs no installing."""
+"""The connector that needs no installing: vLLM's own, whose parts get kvmask's methods."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvmask.vllm import coordinator, hashing, layouts, loading, local, saving, seams
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+from kvmask._plugin import register
+from kvmask.engines import Placed
+from kvmask.errors import UnsupportedReleaseError
+from kvmask.vllm import binding, coordinator, layouts, loading, local, options, saving
 from kvmask.vllm import lookup as lookups
+from kvmask.vllm.placing import replacements, say
 from kvmask.vllm.releases import (
-    Release,
     StockConnector,
     StockCoordinator,
+    StockDatabase,
     StockReceiving,
     StockSending,
     StockWorker,
     current,
+    fitting,
+    logger,
 )
 
-
-def replacements(release: Release) -> dict[str, Any]:
-    """The functions that take the place of a release's, by seam."""
-    table: dict[str, Any] = {
-        "worker.lookup": lookups.lookup if release.rules else lookups.lookup_by_length,
-        "engine.block_hasher": hashing.request_block_hasher,
-    }
-    if release.rules:
-        table |= {
-            "coordinator.store_mask": coordinator.store_mask,
-            "coordinator.lookup_mask": coordinator.lookup_mask,
-            "coordinator.load_mask": coordinator.load_mask,
-            "coordinator.find_longest_cache_hit": coordinator.find_longest_cache_hit,
-        }
-    if release.threads:
-        table |= {
-            "sending.handle_request": saving.handle_request,
-            "receiving.handle_request": loading.handle_request,
-            "layout.prepare_values": layouts.rank_local_values,
-            "sharded_layout.prepare_values": layouts.sharded_values,
-        }
-    elif release.rules:
-        table["database.prepare_values"] = layouts.database_values
-    return table
-
-
-def install(lookup: str = "staged") -> None:
-    """Put kvmask under vLLM's MooncakeStoreConnector in this process.
-
-    Calling it again only changes the strategy. Nothing is touched unless everything fits.
-
-    Args:
-        lookup: ``"staged"`` asks the store for the keys that decide, ``"exact"`` for all that stock
-            asks for.
-
-    Raises:
-        ArgumentError: There is no such strategy.
-        UnsupportedReleaseError: The installed vLLM is not as kvmask knows it; the message names
-            what changed.
-    """
-    lookups.check_strategy(lookup)
-    seams.place(replacements(current()))
-    lookups.set_default(lookup)
-
-
-def uninstall() -> None:
-    """Give vLLM its own functions back."""
-    seams.restore()
+register(KVConnectorFactory)
 
 
 class _Sending(StockSending):  # type: ignore[misc]
+    kvmask_own = True
     _handle_request = saving.handle_request
 
 
 class _Receiving(StockReceiving):  # type: ignore[misc]
+    kvmask_own = True
     _handle_request = loading.handle_request
 
 
-class _Worker(StockWorker):  # type: ignore[misc]
-    lookup = lookups.lookup
+def classes() -> dict[str, type]:
+    """The classes that the connector gives to vLLM's objects, by the name of vLLM's class.
 
-    def register_kv_caches(self, kv_caches: Any) -> None:
-        super().register_kv_caches(kv_caches)
-        # The threads wait for their first request: nothing has been handled yet.
-        for thread in (self.kv_send_thread, *self.kv_recv_threads):
-            _become(thread, StockSending, _Sending)
-            _become(thread, StockReceiving, _Receiving)
+    Layouts and databases get theirs by `kvmask.vllm.layouts.adopt_places`.
+    """
+    placed = fitting()
+    methods: dict[str, Any] = {"register_kv_caches": _register_kv_caches}
+    if placed.has("lookup"):
+        methods["lookup"] = replacements(placed, current())["worker.lookup"]
+    own = {StockWorker.__name__: binding.derived(StockWorker, tuple(methods.items()))}
+    if placed.has("masks"):
+        own[StockCoordinator.__name__] = coordinator.MooncakeStoreCoordinator
+    if placed.has("layouts"):
+        own[StockDatabase.__name__] = layouts.ChunkedTokenDatabase
+    if placed.has("saving"):
+        own[StockSending.__name__] = _Sending
+    if placed.has("loading"):
+        own[StockReceiving.__name__] = _Receiving
+    return own | {StockConnector.__name__: KVMaskStoreConnector}
 
 
-SENDING, RECEIVING, WORKER = _Sending, _Receiving, _Worker
-
-
-def _become(thing: Any, stock: type, own: type) -> None:
-    """Give an object that is exactly stock kvmask's methods."""
-    if type(thing) is stock:
-        thing.__class__ = own
+def _adopt(thing: Any, stock: type) -> bool:
+    """Give an object the class for its own, where there is one; whether it has it now."""
+    own = classes().get(stock.__name__)
+    return own is not None and binding.adopt(thing, stock, own)
 
 
 def adopt_worker(worker: Any, lookup: str) -> None:
-    """Give a stock worker, its coordinator and its layouts kvmask's methods."""
+    """Give a stock worker, its coordinator, layouts and threads kvmask's methods.
+
+    Args:
+        worker: vLLM's worker, just made; None does nothing.
+        lookup: Strategy of its lookups.
+    """
     if worker is None:
         return
-    release = current()
     worker._kvmask_lookup = lookup
-    if release.rules and getattr(worker, "coord", None) is not None:
+    if getattr(worker, "coord", None) is not None:
         adopt_coordinator(worker.coord)
-    if release.threads:
+    if fitting().has("layouts"):
         for db in worker.token_dbs:
-            layout = db.store_layout
-            layout.__class__ = layouts.LAYOUTS.get(type(layout), type(layout))
-        _become(worker, StockWorker, _Worker)
-    else:
-        worker.lookup = replacements(release)["worker.lookup"].__get__(worker)
+            layouts.adopt_places(db)
+    if not _adopt(worker, StockWorker):
+        logger.error("kvmask leaves a worker to %s, which is not vLLM's", type(worker).__name__)
+
+
+def _register_kv_caches(self: Any, kv_caches: Any) -> None:
+    """As stock; the threads that it starts get kvmask's jobs."""
+    StockWorker.register_kv_caches(self, kv_caches)
+    # The threads wait for their first request: nothing has been handled yet.
+    for thread in (self.kv_send_thread, *self.kv_recv_threads):
+        _adopt(thread, StockSending)
+        _adopt(thread, StockReceiving)
 
 
 def adopt_coordinator(coord: Any) -> None:
-    """Give a stock coordinator kvmask's masks and hit search."""
-    _become(coord, StockCoordinator, coordinator.MooncakeStoreCoordinator)
+    """Give a stock coordinator kvmask's masks and hit search, where they fit."""
+    _adopt(coord, StockCoordinator)
+
+
+def _fitting(on_unknown: str) -> Placed | None:
+    """What fits; None when nothing does and vLLM's own connector is to go on.
+
+    Raises:
+        UnsupportedReleaseError: Something does not fit, and that is to be refused.
+    """
+    try:
+        placed = fitting()
+    except UnsupportedReleaseError as e:
+        if on_unknown == "refuse":
+            raise
+        logger.error("vLLM goes on without kvmask: %s", e)
+        return None
+    if not placed.has("connector"):
+        changed = "; ".join(placed.stock["connector"])
+        if on_unknown == "refuse":
+            raise UnsupportedReleaseError(f"KVMaskStoreConnector does not fit this vLLM: {changed}")
+        logger.error("vLLM goes on without kvmask: %s", changed)
+        return None
+    if placed.stock and on_unknown == "refuse":
+        name, changed_seams = next(iter(placed.stock.items()))
+        raise UnsupportedReleaseError(
+            f"kvmask's {name} does not fit this vLLM: {'; '.join(changed_seams)}"
+        )
+    return placed
 
 
 class KVMaskStoreConnector(StockConnector):  # type: ignore[misc]
     """vLLM's MooncakeStoreConnector with kvmask's masks, lookups, saves and loads.
 
     Loaded by vLLM from ``"kv_connector": "KVMaskStoreConnector"`` and
-    ``"kv_connector_module_path": "kvmask.vllm"``. It reads two more entries of
-    ``kv_connector_extra_config``: ``"lookup"``, ``"staged"`` or ``"exact"``, and ``"local_aware"``,
-    whether lookups leave out what the GPU holds (see kvmask.vllm.local).
+    ``"kv_connector_module_path": "kvmask.vllm"``. It reads further entries of
+    ``kv_connector_extra_config``: ``"lookup"``, ``"staged"`` or ``"exact"``; ``"local_aware"``,
+    whether lookups leave out what the GPU holds (see kvmask.vllm.local); ``"on_unknown"``, whether
+    a vLLM that kvmask does not know keeps its own functions (``"stock"``, and the log says which)
+    or the engine does not start (``"refuse"``).
 
     Raises:
-        ArgumentError: An entry has another value.
-        UnsupportedReleaseError: The installed vLLM is not as kvmask knows it.
+        ArgumentError: An entry has another value, or a name that looks like a typing error.
+        UnsupportedReleaseError: The installed vLLM is not as kvmask knows it, and ``"on_unknown"``
+            is ``"refuse"``.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        unread = options.check_names(extra)
         strategy = lookups.check_strategy(extra.get("lookup", "staged"))
-        current()
+        placed = _fitting(options.check_on_unknown(extra.get("on_unknown", "stock")))
         aware = local.check_option(extra.get("local_aware", False))
+        if unread:
+            logger.warning("Nobody reads these entries of kv_connector_extra_config: %s", unread)
+        self._kvmask_aware = False
         super().__init__(vllm_config, role, kv_cache_config)
+        if placed is None:
+            return
+        say(placed, f"lookup {strategy}")
         adopt_worker(self.connector_worker, strategy)
         scheduler = self.connector_scheduler
         if scheduler is not None and getattr(scheduler, "_store_coord", None) is not None:
             adopt_coordinator(scheduler._store_coord)
+        if aware and not placed.has("local"):
+            logger.error("`local_aware` stays off: vLLM %s cannot have it", current().name)
+            aware = False
         self._kvmask_aware = aware and scheduler is not None
         if self._kvmask_aware:
             local.adopt_client(scheduler)

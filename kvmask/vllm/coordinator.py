@@ -105,7 +105,7 @@ class MooncakeStoreCoordinator(StockCoordinator):  # type: ignore[misc]
     Same arguments and results as vLLM's; masks are Bitsets (sequences of bool) or None.
     """
 
-    _kvmask = True
+    kvmask_own = True
     store_mask = store_mask
     lookup_mask = lookup_mask
     load_mask = load_mask

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvmask._core import BlockRows, Regions
+from kvmask.engines.seams import plain_function
 from kvmask.errors import AlignmentError, KVMaskError
-from kvmask.vllm.releases import RankLocalLayout, ShardedLayout, StockDatabase
+from kvmask.vllm.binding import adopt, derived, has_methods, state
+from kvmask.vllm.releases import StockDatabase
 from kvmask.vllm.seams import stock
 
 Rows = list[list[int]]
@@ -61,16 +63,17 @@ def _blocks(rows: Sequence[tuple[int, int, int]]) -> int:
 
 def _rank_local(layout: Any) -> Tables | None:
     bases, lengths = layout.kv_caches_base_addr, layout.block_len
-    kept = layout.__dict__.get("_kvmask_tables")
+    kept = state(layout).get("tables")
     if kept is not None and kept[0] == bases and kept[1] == lengths:
-        return kept[2]
+        found: Tables | None = kept[2]
+        return found
     tables = None
     try:
         rows = [(b, n, n) for b, n in zip(bases, _repeat(lengths, len(bases)), strict=True)]
         tables = Tables([rows])
     except (KVMaskError, ZeroDivisionError, TypeError):
         tables = None  # empty regions and the like: as stock has it
-    layout.__dict__["_kvmask_tables"] = (list(bases), list(lengths), tables)
+    state(layout)["tables"] = (list(bases), list(lengths), tables)
     return tables
 
 
@@ -80,9 +83,10 @@ def _repeat(lengths: list[int], n: int) -> list[int]:
 
 def _sharded(layout: Any) -> Tables | None:
     parts = (layout._shard_addr_bases, layout._shard_block_strides, layout._shard_sizes)
-    kept = layout.__dict__.get("_kvmask_tables")
+    kept = state(layout).get("tables")
     if kept is not None and all(a is b for a, b in zip(kept[0], parts, strict=True)):
-        return kept[1]
+        found: Tables | None = kept[1]
+        return found
     tables = None
     try:
         shards = [
@@ -92,7 +96,7 @@ def _sharded(layout: Any) -> Tables | None:
         tables = Tables(shards)
     except (KVMaskError, ZeroDivisionError, TypeError):
         tables = None
-    layout.__dict__["_kvmask_tables"] = (parts, tables)
+    state(layout)["tables"] = (parts, tables)
     return tables
 
 
@@ -170,32 +174,42 @@ def sharded_values(
     return addresses, sizes, ids
 
 
+def database_values(
+    self: Any, chunks: Sequence[tuple[int, int]], block_ids: list[int]
+) -> tuple[Rows, Rows, list[int]]:
+    """Addresses, sizes and block ids of token ranges (to 0.29, where databases place blocks)."""
+    return rank_local_values(self, chunks, block_ids)
+
+
+# What takes the place of `prepare_values`, by the seam that it stands behind.
+VALUES = {
+    "layout.prepare_values": rank_local_values,
+    "sharded_layout.prepare_values": sharded_values,
+    "database.prepare_values": database_values,
+}
+
+
 def tables_of(layout: Any) -> Tables | None:
     """The tables behind a layout's `prepare_values`, or None when something else is behind it."""
     if "prepare_values" in layout.__dict__:
         return None
-    method = getattr(type(layout), "prepare_values", None)
-    if method is rank_local_values:
-        return _rank_local(layout)
-    return _sharded(layout) if method is sharded_values else None
+    if has_methods(layout, {"prepare_values": sharded_values}):
+        return _sharded(layout)
+    method = plain_function(getattr(type(layout), "prepare_values", None))
+    return _rank_local(layout) if method in (rank_local_values, database_values) else None
 
 
-def database_values(
-    self: Any, chunks: Sequence[tuple[int, int]], block_ids: list[int]
-) -> tuple[Rows, Rows, list[int]]:
-    """Addresses, sizes and block ids of token ranges (0.28, where the database places blocks)."""
-    return rank_local_values(self, chunks, block_ids)
+def adopt_places(db: Any) -> None:
+    """Let a database's layout, or the database where it has none, place blocks from the core.
 
-
-class _RankLocal(RankLocalLayout):  # type: ignore[misc]
-    prepare_values = rank_local_values
-
-
-# kvmask's class for each of vLLM's layouts.
-LAYOUTS: dict[type, type] = {RankLocalLayout: _RankLocal} | {
-    cls: type(cls.__name__, (cls,), {"prepare_values": sharded_values})
-    for cls in ShardedLayout.__subclasses__()
-}
+    A class of others that has a `prepare_values` of its own keeps it.
+    """
+    for thing in (getattr(db, "store_layout", None), db):
+        method = plain_function(getattr(type(thing), "prepare_values", None))
+        for seam, values in VALUES.items():
+            if method is not None and method is stock(seam):
+                stock_class: Any = type(thing)
+                adopt(thing, stock_class, derived(stock_class, (("prepare_values", values),)))
 
 
 class ChunkedTokenDatabase(StockDatabase):  # type: ignore[misc]
@@ -203,6 +217,4 @@ class ChunkedTokenDatabase(StockDatabase):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        layout = getattr(self, "store_layout", None)
-        if layout is not None:
-            layout.__class__ = LAYOUTS.get(type(layout), type(layout))
+        adopt_places(self)

@@ -25,19 +25,21 @@ from kvmask.coordinator import Hit
 from kvmask.plans import NOT_TRIED, BlockFailure, Call, Held, LoadPlan
 from kvmask.vllm import releases
 from kvmask.vllm.policy import ReceivingPolicy
-from kvmask.vllm.releases import logger
+from kvmask.vllm.releases import NULL_BLOCK, current, logger
 from kvmask.vllm.rules import digests_of
 from kvmask.vllm.schemes import ThreadPlans, check_digests, thread_plans
 from kvmask.vllm.seams import stock
 
 
-def _plan(thread: Any, meta: Any, plans: ThreadPlans, tails: list[int]) -> LoadPlan | None:
-    """The plan for a request's hit; None without digests to name its blocks."""
+def _plan(thread: Any, meta: Any, plans: ThreadPlans, tails: list[int]) -> LoadPlan:
+    """The plan for a request's hit.
+
+    Raises:
+        AlignmentError: Its blocks have too few digests to name them, or none.
+    """
     spec = meta.load_spec
     hit = _hit(thread, meta, plans, tails)
     hashes = digests_of(meta.block_hashes)
-    if not len(hashes):
-        return None
     check_digests(plans.scheme, spec.token_len, hashes)
     skip = _skip(thread, meta)
     held = None
@@ -60,7 +62,7 @@ def _tails(thread: Any, spec: Any) -> list[int] | None:
     """
     token_len = spec.token_len
     tails = [0] * len(thread.token_databases)
-    for boundary in spec.tail_key_boundaries:
+    for boundary in getattr(spec, "tail_key_boundaries", ()):  # none before 0.29
         if boundary.num_tokens != token_len:
             size = thread.token_databases[boundary.group_id].block_size
             if -(-boundary.num_tokens // size) != -(-token_len // size):
@@ -108,7 +110,15 @@ def _drive(thread: Any, meta: Any, plan: LoadPlan) -> None:
             meta.req_id,
             thread.disk_offload_buffer_budget_bytes,
         )
-    thread._report_load_error(meta.req_id, [f.block_id for f in _unusable(failures)])
+    _report(thread, meta.req_id, [f.block_id for f in _unusable(failures)])
+
+
+def _report(thread: Any, req_id: str, block_ids: list[int]) -> None:
+    """Tell the engine which blocks it may not use; from 0.31 on, or which request."""
+    if current().reports_requests:
+        thread._report_load_error(req_id, block_ids)
+    else:
+        thread._add_load_error_block_ids(block_ids)
 
 
 def _unusable(failures: Sequence[BlockFailure]) -> Sequence[BlockFailure]:
@@ -158,29 +168,35 @@ def _get(thread: Any, req_id: str, plan: LoadPlan, call: Call) -> None:
 
 
 def _every_block(thread: Any, meta: Any) -> list[int]:
-    """All blocks that a load may have been meant to fill."""
+    """All blocks that a load may have been meant to fill.
+
+    The null block is none: it stands for what is out of a window's reach.
+    """
     skip = _skip(thread, meta)
     return [
         block
         for db, table in zip(thread.token_databases, meta.block_ids, strict=False)
         for block in table[-(-skip // db.block_size) :]
+        if block != NULL_BLOCK
     ]
 
 
 def handle_request(self: Any, req_meta: Any) -> None:
     """Load one request's hit; it is finished however the load ends."""
-    plans = thread_plans(self, ReceivingPolicy)
-    tails = None if plans is None else _tails(self, req_meta.load_spec)
+    req_id = req_meta.req_id
+    try:
+        plans = thread_plans(self, ReceivingPolicy)
+        tails = None if plans is None else _tails(self, req_meta.load_spec)
+    except Exception:
+        logger.exception("Load of request %s is left to vLLM: it cannot be planned", req_id)
+        plans = tails = None
     if plans is None or tails is None:
         stock("receiving.handle_request")(self, req_meta)
         return
-    req_id = req_meta.req_id
     try:
-        plan = _plan(self, req_meta, plans, tails)
-        if plan is not None:
-            _drive(self, req_meta, plan)
+        _drive(self, req_meta, _plan(self, req_meta, plans, tails))
     except Exception as e:
         logger.exception("Load of request %s failed: %s", req_id, e)
-        self._report_load_error(req_id, _every_block(self, req_meta))
+        _report(self, req_id, _every_block(self, req_meta))
     self.set_finished_request(req_id)
     self.request_queue.task_done()

@@ -37,11 +37,9 @@ def unpack(packed: int) -> tuple[int, int]:
 
 
 def check_option(value: Any) -> bool:
-    """Refuse what is no switch, and a release whose lookups cannot carry it."""
+    """Refuse what is no switch."""
     if not isinstance(value, bool):
         raise ArgumentError(f"`local_aware` must be true or false, got {value!r}")
-    if value and not current().threads:
-        raise ArgumentError(f"`local_aware` needs vLLM 0.32 or newer, got {current().name}")
     return value
 
 

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvmask._core import MAX_SETS, MAX_TOKENS, BlockHashes, CoordinatorCore
 from kvmask.errors import ArgumentError
+from kvmask.vllm.binding import state
 from kvmask.vllm.releases import BlobBlockHashes, current
 
 # Kind, spec class, the manager whose functions make the kind, and which functions.
@@ -171,17 +172,18 @@ def rules_of(coord: Any) -> Rules | None:
         coord.retention_interval,
         partial_hits(coord),
     )
-    kept = coord.__dict__.get("_kvmask_rules")
+    kept = state(coord).get("rules")
     if kept is not None:
         old, known = kept
         if old[0] is stamp[0] and old[1] is stamp[1] and old[2:] == stamp[2:]:
-            return known
+            found: Rules | None = known
+            return found
     try:
         rows = _rows(coord)
         rules = None if rows is None else Rules(coord, rows, stamp)
     except (ArgumentError, TypeError):
         rules = None
-    coord.__dict__["_kvmask_rules"] = (stamp, rules)
+    state(coord)["rules"] = (stamp, rules)
     return rules
 
 

@@ -14,9 +14,16 @@ from typing import Any
 
 from kvmask.plans import EXISTS, WAIT, BlockFailure, Call, SavePlan
 from kvmask.vllm.policy import SendingPolicy
-from kvmask.vllm.releases import NO_HANDLE, NULL_BLOCK, BlockStored, event_hash, logger
+from kvmask.vllm.releases import (
+    NO_HANDLE,
+    NULL_BLOCK,
+    BlockStored,
+    current,
+    event_hash,
+    logger,
+)
 from kvmask.vllm.rules import digests_of
-from kvmask.vllm.schemes import ThreadPlans, check_digests, thread_plans
+from kvmask.vllm.schemes import ThreadPlans, check_digests, participates, thread_plans
 from kvmask.vllm.seams import stock
 
 
@@ -67,7 +74,7 @@ class _Save:
         thread, meta = self.thread, self.meta
         done = thread._saved_offset.get(meta.req_id, 0)
         masks = thread.coord.store_mask(
-            self.token_len, done, num_prompt_tokens=meta.prefill_end_tokens
+            self.token_len, done, num_prompt_tokens=getattr(meta, current().mask_length)
         )
         if not meta.block_hashes:
             return None
@@ -189,12 +196,16 @@ class _Save:
 
 def handle_request(self: Any, req_meta: Any) -> None:
     """Store one request's new blocks; the job is reported however it ends."""
-    token_len = _token_len(self, req_meta)
-    plans = None
-    if token_len is not None:
-        plans = thread_plans(
-            self, SendingPolicy, self.coord.lcm_block_size, self.group_put_steps, NULL_BLOCK
-        )
+    try:
+        token_len = _token_len(self, req_meta)
+        plans = None
+        if token_len is not None:
+            plans = thread_plans(
+                self, SendingPolicy, self.coord.lcm_block_size, self.group_put_steps, NULL_BLOCK
+            )
+    except Exception:  # before the job is kvmask's to report
+        logger.exception("A save of request %s is left to vLLM", req_meta.req_id)
+        token_len = plans = None
     if token_len is None or plans is None:
         stock("sending.handle_request")(self, req_meta)
         return
@@ -202,20 +213,21 @@ def handle_request(self: Any, req_meta: Any) -> None:
     try:
         save.run(plans)
     finally:
-        if self.enable_kv_event and token_len:
-            self._update_retry_token_ids(req_meta, save.completed, save.tokens_start, save.tokens)
-        self.finish_store_job(req_meta)
-        self.request_queue.task_done()
+        try:
+            if self.enable_kv_event and token_len:
+                self._update_retry_token_ids(
+                    req_meta, save.completed, save.tokens_start, save.tokens
+                )
+        finally:
+            self.finish_store_job(req_meta)
+            self.request_queue.task_done()
 
 
 def _token_len(thread: Any, meta: Any) -> int | None:
     """Tokens of a save, in whole blocks of every group; None when stock must see to the job."""
-    try:
-        lcm = thread.coord.lcm_block_size
-        token_len: int = meta.token_len_chunk // lcm * lcm
-    except (AttributeError, TypeError):
-        return None  # stock's job fails on it and reports itself
-    for db, takes_part in zip(thread.token_databases, thread.group_participates, strict=True):
+    lcm = thread.coord.lcm_block_size
+    token_len: int = meta.token_len_chunk // lcm * lcm
+    for db, takes_part in zip(thread.token_databases, participates(thread), strict=True):
         if takes_part and token_len % db.block_size:
             return None
     return token_len

@@ -14,6 +14,7 @@ from kvmask._core import BlockHashes, KeyBuilder
 from kvmask.coordinator import Hit
 from kvmask.errors import AlignmentError
 from kvmask.plans import GroupScheme, PlanTools, Scheme, StorePolicy
+from kvmask.vllm.binding import state
 from kvmask.vllm.layouts import Tables, tables_of
 from kvmask.vllm.releases import StockDatabase, group_id_of
 
@@ -68,22 +69,33 @@ class Place:
 
 def place_of(db: Any) -> Place | None:
     """Keys and addresses of a database; None when it names or places blocks in its own way."""
-    layout = db.store_layout
+    layout = getattr(db, "store_layout", db)
     tables = tables_of(layout)
-    kept = db.__dict__.get("_kvmask_place")
+    kept = state(db).get("place")
     if kept is not None and kept[0] is layout and kept[1] is tables:
         place: Place | None = kept[2]
         return place
     place = None
     plain = getattr(type(db), "process_tokens", None) is StockDatabase.process_tokens
     if plain and "process_tokens" not in db.__dict__ and "key_for" not in layout.__dict__:
-        prefixes = [layout.key_for(shard, b"") for shard in layout.local_shard_ids]
+        prefixes = _prefixes(db, layout)
         named = all(p.endswith("@") for p in prefixes)
         if named and tables is not None and len(tables.regions) == len(prefixes):
-            eviction = KeyBuilder(group_id_of(db.metadata, ""))
-            place = Place(tables, tuple(KeyBuilder(p) for p in prefixes), eviction)
-    db.__dict__["_kvmask_place"] = (layout, tables, place)
+            place = Place(tables, tuple(KeyBuilder(p) for p in prefixes), _eviction(db, prefixes))
+    state(db)["place"] = (layout, tables, place)
     return place
+
+
+def _prefixes(db: Any, layout: Any) -> list[str]:
+    """What stands before the digest in the keys of the shards that a rank moves."""
+    if layout is db:
+        return [db.key_for(b"")]
+    return [layout.key_for(shard, b"") for shard in layout.local_shard_ids]
+
+
+def _eviction(db: Any, prefixes: Sequence[str]) -> KeyBuilder:
+    """Builds group ids. 0.27 has none, and never asks for one."""
+    return KeyBuilder(prefixes[0] if group_id_of is None else group_id_of(db.metadata, ""))
 
 
 class ThreadPlans(NamedTuple):
@@ -111,13 +123,13 @@ def thread_plans(
     """
     databases, rank = thread.token_databases, thread.tp_rank
     places: list[Place | None] = []
-    for db, takes_part in zip(databases, thread.group_participates, strict=True):
+    for db, takes_part in zip(databases, participates(thread), strict=True):
         place = place_of(db) if takes_part else None
         if takes_part and place is None:
             return None
         places.append(place)
     stamp = (places, alignment, steps, rank)
-    kept = thread.__dict__.get("_kvmask_plans")
+    kept = state(thread).get("plans")
     if kept is not None and kept[0] == stamp:
         plans: ThreadPlans | None = kept[1]
         return plans
@@ -128,8 +140,14 @@ def thread_plans(
         plans = ThreadPlans(scheme, tools)
     if steps is not None:
         stamp = (places, alignment, list(steps), rank)
-    thread.__dict__["_kvmask_plans"] = (stamp, plans)
+    state(thread)["plans"] = (stamp, plans)
     return plans
+
+
+def participates(thread: Any) -> Sequence[bool]:
+    """Which groups a transfer thread moves; to 0.29 all of them."""
+    told: Sequence[bool] | None = getattr(thread, "group_participates", None)
+    return [True] * len(thread.token_databases) if told is None else told
 
 
 def _thread_scheme(

@@ -1,0 +1,61 @@
+"""The one place where kvmask takes hold of vLLM's objects. Nothing else here reaches into them.
+
+vLLM has no setting for the classes of its coordinator, worker, threads and layouts, so:
+
+* `install` replaces functions of vLLM's classes, by `kvmask.vllm.seams`;
+* the connector gives objects that vLLM has just made for it a subclass of their own class
+  (`adopt`). Only objects whose class is vLLM's own are touched;
+* what kvmask computes of an object is kept in one entry of its `__dict__` (`state`);
+* the connector's name is registered in vLLM's factory (`kvmask._plugin.register`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvmask.engines.seams import plain_function
+
+_STATE = "_kvmask_state"
+
+
+def adopt(thing: Any, stock: type, own: type) -> bool:
+    """Give an object a class of kvmask's, if its own is exactly vLLM's.
+
+    Args:
+        thing: The object. No other thread uses it yet.
+        stock: vLLM's class.
+        own: A subclass that has further methods and no further state.
+
+    Returns:
+        Whether the object is of kvmask's class now.
+    """
+    if type(thing) is stock:
+        thing.__class__ = own
+    return type(thing) is own
+
+
+def has_methods(thing: Any, methods: Mapping[str, Callable[..., Any]]) -> bool:
+    """Whether an object has exactly these functions as its methods."""
+    return all(
+        plain_function(getattr(type(thing), name, None)) is function
+        for name, function in methods.items()
+    )
+
+
+@functools.cache
+def derived(stock: type, methods: tuple[tuple[str, Callable[..., Any]], ...]) -> type:
+    """A class of vLLM's with methods of kvmask's; the same one for equal arguments.
+
+    Args:
+        stock: vLLM's class.
+        methods: Pairs of name and function.
+    """
+    return type(stock.__name__, (stock,), {**dict(methods), "kvmask_own": True})
+
+
+def state(thing: Any) -> dict[str, Any]:
+    """What kvmask keeps of an object of vLLM's."""
+    kept: dict[str, Any] = thing.__dict__.setdefault(_STATE, {})
+    return kept
