@@ -39,15 +39,13 @@ WAYS = ("exact", "default", "connector")
 # Tests whose outcome is another one with kvmask: (way, name) to the reason. A way of "*" is any.
 DIFFERS: dict[tuple[str, str], str] = {}
 
+# Run in the process of a way, before the tests import anything by name.
 INSTALL = """
 import kvmask.vllm
 from kvmask.vllm import seams
 
 kvmask.vllm.install(lookup={lookup!r})
-
-
-def in_place():
-    return sorted(seams.placed())
+in_place = seams.placed()
 """
 # The tests import vLLM's classes by name, and find those that the connector would give them.
 CLASSES = """
@@ -57,69 +55,88 @@ import kvmask.vllm
 from kvmask.vllm import connector, lookup
 
 lookup.set_default("exact")
-STORE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store."
-OWN = connector.classes()
+in_place = connector.classes()
 for part in ("coordinator", "data", "worker", "scheduler", "connector"):
-    module = importlib.import_module(STORE + part)
-    for name, own in OWN.items():
+    module = importlib.import_module(
+        f"vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.{part}"
+    )
+    for name, own in in_place.items():
         if hasattr(module, name):
             setattr(module, name, own)
-
-
-def in_place():
-    return sorted(OWN)
 """
-REPORT = """
+CODE = {
+    "stock": "in_place = ['vLLM']",
+    "exact": INSTALL.format(lookup="exact"),
+    "default": INSTALL.format(lookup="staged"),
+    "connector": CLASSES,
+}
 
-def pytest_sessionfinish():
-    with open({report!r}, "w") as file:
-        print(*in_place(), file=file)
-"""
+
+def serve(ways: list[str], arguments: list[str]) -> None:
+    """Run the tests once per way, each in a fork of one process that has imported vLLM."""
+    import pytest
+    import vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector
+    import vllm.v1.core.sched.scheduler
+    import vllm.v1.worker.gpu_model_runner  # noqa: F401
+
+    for way in ways:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                found: dict[str, Any] = {}
+                exec(compile(CODE[way], way, "exec"), found)
+                if not found["in_place"]:
+                    raise SystemExit(f"nothing of kvmask is in place for {way!r}")
+                status = int(pytest.main([*arguments, f"--junitxml={way}.xml"]))
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+        os.waitpid(child, 0)
 
 
-def outcomes(unpacked: Path, version: str, way: str | None, args: Any) -> dict[str, str]:
-    """The outcome of every test; way None is stock."""
+def outcomes(unpacked: Path, ways: list[str], args: Any) -> dict[str, dict[str, str]]:
+    """Per way the outcome of every test."""
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
         (work / "tests").symlink_to(unpacked / "tests")
-        report, placed = work / "report.xml", work / "placed.txt"
-        overlay = [] if version == VERSIONS["VLLM_INSTALLED"] else [str(unpacked)]
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore"]
-        if way is not None:
-            text = CLASSES if way == "connector" else INSTALL
-            text = text.replace("{lookup!r}", repr("staged" if way == "default" else "exact"))
-            (work / "kvmask_in_place.py").write_text(text + REPORT.format(report=str(placed)))
-            command += ["-p", "kvmask_in_place"]
-        if args.expression:
-            command += ["-k", args.expression]
-        files = (f"{TESTS}/test_mooncake_store_{name}.py" for name in FILES)
-        command += [f"--junitxml={report}", *(f for f in files if (unpacked / f).is_file())]
+        overlay = [] if args.version == VERSIONS["VLLM_INSTALLED"] else [str(unpacked)]
+        arguments = ["-q", "-p", "no:cacheprovider", "-W", "ignore"]
+        arguments += ["-k", args.expression] if args.expression else []
+        files = (f"{TESTS}/test_mooncake_store_{name}.py" for name in args.files)
+        arguments += [f for f in files if (unpacked / f).is_file()]
+        code = f"import vllm_suite; vllm_suite.serve({ways!r}, {arguments!r})"
+        folders = [str(work), str(PROJECT), str(PROJECT / "scripts"), *overlay]
         done = subprocess.run(
-            command,
+            [sys.executable, "-c", code],
             cwd=work,
             env=os.environ
-            | {"PYTHONPATH": os.pathsep.join([str(work), str(PROJECT), *overlay])}
-            | {"VLLM_PLUGINS": "", "KVMASK_VLLM": "0"},
-            capture_output=True,
+            | {"PYTHONPATH": os.pathsep.join(folders)}
+            | {"VLLM_PLUGINS": "", "KVMASK_VLLM": "0", "HF_HUB_OFFLINE": "1"},
+            capture_output=not args.verbose,
             text=True,
-            timeout=1800,
+            timeout=args.timeout,
             check=False,
         )
-        if not report.is_file():
-            raise SystemExit((done.stdout + done.stderr)[-3000:])
-        if args.verbose:
-            print(done.stdout)
-        if way is not None and not placed.read_text().split():
-            raise SystemExit(f"nothing of kvmask is in place in {version}")
-        found: dict[str, str] = {}
-        for case in ET.parse(report).iter("testcase"):
-            # In some releases the clean-up after each test raises where there is no accelerator,
-            # also with stock. It comes as a second case of the same name.
-            what = next((c.tag for c in case if c.tag in ("failure", "error", "skipped")), "passed")
-            name = f"{(case.get('classname') or '').rpartition('.')[2]}::{case.get('name')}"
-            if found.get(name, "passed") == "passed" or what == "failure":
-                found[name] = what
-        return found
+        missing = [way for way in ways if not (work / f"{way}.xml").is_file()]
+        if missing:
+            shown = ((done.stdout or "") + (done.stderr or ""))[-4000:]
+            raise SystemExit(f"{shown}\nno tests were run for {missing}")
+        return {way: read(work / f"{way}.xml") for way in ways}
+
+
+def read(report: Path) -> dict[str, str]:
+    """The outcome of every test of a report."""
+    found: dict[str, str] = {}
+    for case in ET.parse(report).iter("testcase"):
+        # In some releases the clean-up after each test raises where there is no accelerator, also
+        # with stock. It comes as a second case of the same name.
+        what = next((c.tag for c in case if c.tag in ("failure", "error", "skipped")), "passed")
+        name = f"{(case.get('classname') or '').rpartition('.')[2]}::{case.get('name')}"
+        if found.get(name, "passed") == "passed" or what == "failure":
+            found[name] = what
+    return found
 
 
 def compare(version: str, way: str, stock: dict[str, str], mine: dict[str, str]) -> int:
@@ -133,12 +150,14 @@ def compare(version: str, way: str, stock: dict[str, str], mine: dict[str, str])
         declared += reason is not None
         wrong += reason is None
         print(f"  {name}: {stock.get(name)} with stock, {mine.get(name)} with kvmask; {reason}")
-    counts = Counter(mine.values())
-    shown = ", ".join(f"{n} {what}" for what, n in counts.most_common())
-    print(
-        f"{version} {way}: {shown}; {declared} declared and {wrong} other differences", flush=True
-    )
-    return wrong + (not counts["passed"])
+    shown = f"{counted(mine)}; {declared} declared and {wrong} other differences"
+    print(f"{version} {way}: {shown}", flush=True)
+    return wrong + ("passed" not in mine.values())
+
+
+def counted(found: dict[str, str]) -> str:
+    """How many tests had which outcome."""
+    return ", ".join(f"{n} {what}" for what, n in Counter(found.values()).most_common())
 
 
 def main() -> int:
@@ -146,26 +165,18 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("version", choices=VERSIONS["VLLM"])
-    parser.add_argument("--way", choices=WAYS, help="only this one")
-    parser.add_argument("--stock", action="store_true", help="without kvmask only")
+    parser.add_argument("--way", choices=WAYS, action="append", help="only this one; repeatable")
+    parser.add_argument("--files", nargs="+", choices=FILES, default=FILES, help="only these tests")
     parser.add_argument("--sources", type=Path, default=PROJECT / "build" / "vllm-src")
+    parser.add_argument("--timeout", type=int, default=3600, help="seconds for all ways together")
     parser.add_argument("-k", dest="expression")
-    parser.add_argument("-v", dest="verbose", action="store_true")
+    parser.add_argument("-v", dest="verbose", action="store_true", help="show what pytest says")
     args = parser.parse_args()
     unpacked = source(args.version, args.sources)
-    stock = outcomes(unpacked, args.version, None, args)
-    counts = Counter(stock.values())
-    print(
-        f"{args.version} stock: {', '.join(f'{n} {w}' for w, n in counts.most_common())}",
-        flush=True,
-    )
-    if args.stock:
-        return 0
-    ways = [args.way] if args.way else WAYS
-    wrong = [
-        compare(args.version, way, stock, outcomes(unpacked, args.version, way, args))
-        for way in ways
-    ]
+    ways = list(dict.fromkeys(args.way or WAYS))
+    found = outcomes(unpacked, ["stock", *ways], args)
+    print(f"{args.version} stock: {counted(found['stock'])}", flush=True)
+    wrong = [compare(args.version, way, found["stock"], found[way]) for way in ways]
     return 1 if any(wrong) else 0
 
 

@@ -13,7 +13,7 @@ from vllm_oracle import digest
 from kvmask import FullAttention
 from kvmask.errors import ArgumentError
 from kvmask.vllm import local
-from kvmask.vllm.releases import LOOKUP_MSG, current
+from kvmask.vllm.releases import LOOKUP_MSG, fitting
 
 pytestmark = pytest.mark.vllm
 
@@ -120,4 +120,4 @@ def test_the_option():
     for wrong in ("true", 1, None):
         with pytest.raises(ArgumentError, match="`local_aware` must be true or false"):
             local.check_option(wrong)
-    assert current().threads
+    assert fitting().has("local")

@@ -173,16 +173,12 @@ def lookup(self: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
 
 
 def lookup_by_length(self: Any, token_len: int, block_hashes: Sequence[bytes]) -> int:
-    """The lookup of 0.24, which aligns nothing itself: keys from the core, the rest stock's."""
+    """The lookup to 0.26, which aligns nothing itself: keys from the core, the rest stock's."""
     if not is_plain(block_hashes) or not block_hashes or token_len <= 0:
         return int(stock("worker.lookup")(self, token_len, block_hashes))
     hashes = digests_of(block_hashes)
     masks = self.coord.lookup_mask(token_len)
-    ranks = [
-        {"tp_rank": tp, "pp_rank": pp}
-        for tp in range(min(self.tp_size, self.num_kv_head))
-        for pp in range(self.pp_size)
-    ]
+    prefixes = _prefixes_by_length(self)
     unit = self.coord.hash_block_size
     keys: list[str] = []
     blocks: list[tuple[int, bytes]] = []
@@ -191,8 +187,7 @@ def lookup_by_length(self: Any, token_len: int, block_hashes: Sequence[bytes]) -
         n = min(len(hashes) // scale, -(-token_len // db.block_size))
         mask = masks[g]
         bits = Bitset.ones(n) if mask is None else Bitset.from_bools(mask)[:n]
-        names = [PoolKey(replace(db.metadata, **r), "").to_string() for r in ranks]
-        keys += build_keys(tuple(map(KeyBuilder, names)), hashes, bits, 0, scale)
+        keys += build_keys(tuple(map(KeyBuilder, prefixes[g])), hashes, bits, 0, scale)
         blocks += [(g, bytes(hashes[(i + 1) * scale - 1])) for i in bits.indices()]
     if not keys:
         return 0
@@ -202,13 +197,29 @@ def lookup_by_length(self: Any, token_len: int, block_hashes: Sequence[bytes]) -
     if len(answers) != len(keys):
         logger.error("The Mooncake store answered %d of %d keys", len(answers), len(keys))
         return 0
-    width = len(ranks)
+    width = len(prefixes[0])
     exists = {
         block
         for i, block in enumerate(blocks)
         if all(a == 1 for a in answers[i * width : (i + 1) * width])
     }
-    _, hit = self.coord.find_longest_cache_hit(
-        block_hashes, token_len, ExternalCachedBlockPool(exists)
-    )
+    size = (unit,) if current().sized_pools else ()
+    pool = ExternalCachedBlockPool(*size, exists)
+    _, hit = self.coord.find_longest_cache_hit(block_hashes, token_len, pool)
     return int(hit)
+
+
+def _prefixes_by_length(worker: Any) -> list[list[str]]:
+    """Per group what stands before the digest in the keys of every rank; 0.24 keeps no list."""
+    known = getattr(worker, "_lookup_key_prefixes", None)
+    if known is not None:
+        return [[prefix + "@" for prefix in prefixes] for prefixes in known]
+    ranks = [
+        {"tp_rank": tp, "pp_rank": pp}
+        for tp in range(min(worker.tp_size, worker.num_kv_head))
+        for pp in range(worker.pp_size)
+    ]
+    return [
+        [PoolKey(replace(db.metadata, **r), "").to_string() for r in ranks]
+        for db in worker.token_dbs
+    ]
