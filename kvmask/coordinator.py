@@ -67,6 +67,13 @@ class Hit:
         hit.__dict__.update(length=length, masks=masks, tail_tokens=tail_tokens)
         return hit
 
+    @classmethod
+    def _looked_up(cls, **fields: Any) -> Hit:
+        """A lookup's hit; like `_bare`, with all fields."""
+        hit = object.__new__(cls)
+        object.__setattr__(hit, "__dict__", fields)
+        return hit
+
     @property
     def answered(self) -> bool:
         """The store answered every key. Otherwise a longer hit may be there."""

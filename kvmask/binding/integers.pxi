@@ -47,6 +47,8 @@ def check_integer(value, str name not None, low=1, high=None, *, error=ArgumentE
     3
     """
     cdef object number = None
+    if PyLong_CheckExact(value) and value >= low and (high is None or value <= high):
+        return value
     if not isinstance(value, bool):
         try:
             number = _operator.index(value)

@@ -16,8 +16,8 @@ from kvmask._core import (
 )
 from kvmask.errors import ArgumentError, PlanStateError
 from kvmask.plans.breaker import Breaker, no_answer
-from kvmask.plans.calls import WAIT, Call, check_event, is_wrong_call
-from kvmask.plans.policy import CALL_FAILED, NOT_TRIED, OVERSIZE
+from kvmask.plans.calls import WAIT, Call, check_event, is_wrong_call, new_call
+from kvmask.plans.policy import CALL_FAILED, NOT_TRIED, OVERSIZE, StorePolicy
 from kvmask.plans.results import BlockFailure, describe
 from kvmask.plans.scheme import GroupScheme, Scheme, scheme_of
 from kvmask.plans.tools import PlanTools, tools_or_default
@@ -47,7 +47,7 @@ def block_tables(scheme: Scheme, tables: Any) -> list[list[int]]:
     Raises:
         ArgumentError: There is not one table per group, or a name is unknown.
     """
-    if isinstance(tables, Mapping):
+    if type(tables) is not tuple and isinstance(tables, Mapping):
         names = [g.name for g in scheme.groups]
         unknown = [name for name in tables if name not in names]
         lacking = [g.name for g in scheme.groups if g.own and g.name not in tables]
@@ -56,10 +56,11 @@ def block_tables(scheme: Scheme, tables: Any) -> list[list[int]]:
                 f"`tables` must hold one block table per group, got {list(tables)!r} and {names}"
             )
         tables = [tables.get(name, ()) for name in names]
-    rows = [
-        table if type(table) is list else as_list(table, "tables")
-        for table in as_list(tables, "tables")
-    ]
+    rows = tables if type(tables) is list else as_list(tables, "tables")
+    for table in rows:
+        if type(table) is not list:
+            rows = [t if type(t) is list else as_list(t, "tables") for t in rows]
+            break
     if len(rows) != len(scheme.groups):
         raise ArgumentError(
             f"`tables` must hold one block table per group, got {len(rows)} and "
@@ -96,6 +97,39 @@ class Entries:
 class BlockPlan:
     """What saves and loads share. See `kvmask.plans.calls` for the protocol."""
 
+    # Slots: an instance with more than 30 attributes and no slots is slow to make.
+    __slots__ = (
+        "_batch",
+        "_begun",
+        "_breaker",
+        "_call",
+        "_call_bytes",
+        "_calls",
+        "_each_bytes",
+        "_entries",
+        "_event",
+        "_failed",
+        "_failures",
+        "_finished",
+        "_hashes",
+        "_moved",
+        "_num_bytes",
+        "_outage",
+        "_policy",
+        "_positions",
+        "_present",
+        "_range",
+        "_reported",
+        "_runs",
+        "_scheme",
+        "_stopped",
+        "_told",
+        "_tools",
+        "_total_bytes",
+        "_unit",
+        "keys",
+    )
+
     def __init__(
         self,
         source: Any,
@@ -107,8 +141,10 @@ class BlockPlan:
         self._tools = tools_or_default(tools)
         self._policy = self._tools.policy
         self._hashes = self._scheme.hashes(hashes)
-        check_event(event)
+        if event is not None:
+            check_event(event)
         self._event = event
+        self._unit = self._scheme.coord.hash_block_size
         self.keys: list[str] = []
         self._entries: list[Entries] = []
         self._failures: list[BlockFailure] = []
@@ -122,7 +158,8 @@ class BlockPlan:
         # The keys that are moved: their positions among all keys, descriptors and bytes.
         self._positions: list[int] | None = None  # None: all keys, in order
         self._batch: tuple[list[str], Rows, Rows] = ([], [], [])
-        self._bytes: list[int] = []
+        self._runs: list[tuple[list[int], int]] = []  # bytes of a block's shards, and how often
+        self._each_bytes: list[int] | None = None  # of every key; made when somebody asks
         self._calls: list[tuple[int, int]] = []  # the next one last
         self._call: str | None = None  # the name of the call that is on its way
         self._range = (0, 0)
@@ -143,24 +180,20 @@ class BlockPlan:
     ) -> None:
         """Add the planned blocks (from block ``start`` on) and, named by the digest of its own
         token boundary, a last block: (block, id, boundary)."""
-        unit = self._scheme.coord.hash_block_size
-        first_key = len(self.keys)
+        unit, own, first_key = self._unit, group.own, len(self.keys)
         keys: list[str] = []
         if planned is not None:
-            scale = group.block_size // unit
-            keys = build_keys(group.own, self._hashes, planned, start, scale)
+            keys = build_keys(own, self._hashes, planned, start, group.block_size // unit)
+        last = None
         if tail is not None:
-            _, block_id, boundary = tail
-            keys += build_keys(group.own, [self._hashes[boundary // unit - 1]])
+            last, block_id, boundary = tail
+            keys += build_keys(own, [self._hashes[boundary // unit - 1]])
             block_ids = [*block_ids, block_id]
         if first_key:
             self.keys += keys
         else:
             self.keys = keys
-        last = None if tail is None else tail[0]
-        self._entries.append(
-            Entries(group, planned, start, last, block_ids, len(group.own), first_key)
-        )
+        self._entries.append(Entries(group, planned, start, last, block_ids, len(own), first_key))
 
     def _descriptors(self, entries: Entries, ordinals: list[int] | None) -> tuple[Rows, Rows]:
         """Addresses and sizes of the keys at these positions of a group (None: of all), and their
@@ -170,16 +203,20 @@ class BlockPlan:
         if entries.shards == 1:
             if ordinals is not None:
                 ids = [ids[i] for i in ordinals]
-            each = layouts[0].block_bytes
-            self._count_bytes([each] * len(ids), each * len(ids))
-            return layouts[0].addresses(ids)
+            layout, n = layouts[0], len(ids)
+            each = layout.block_bytes
+            self._total_bytes += each * n
+            self._runs.append(([each], n))
+            return layout.addresses(ids)
         shards = entries.shards
         every = [layout.block_bytes for layout in layouts]
         if ordinals is None:
-            self._count_bytes(every * len(ids), sum(every) * len(ids))
+            self._total_bytes += sum(every) * len(ids)
+            self._runs.append((every, len(ids)))
         else:
             part = [every[i % shards] for i in ordinals]
-            self._count_bytes(part, sum(part))
+            self._total_bytes += sum(part)
+            self._runs.append((part, 1))
         if ordinals is None:
             addresses: Rows = [[]] * (len(ids) * shards)
             sizes: Rows = [[]] * (len(ids) * shards)
@@ -208,13 +245,19 @@ class BlockPlan:
             sizes += pieces
         return addresses, sizes
 
-    def _count_bytes(self, each: list[int], total: int) -> None:
-        """Note the bytes of the keys whose descriptors are made."""
-        self._total_bytes += total
-        if self._bytes:
-            self._bytes += each
-        else:
-            self._bytes = each
+    def _bytes(self) -> list[int]:
+        """Bytes of every key that is moved."""
+        found = self._each_bytes
+        if found is None:
+            found = []
+            for pattern, times in self._runs:
+                found += pattern * times
+            self._each_bytes = found
+        return found
+
+    def _forget_bytes(self) -> None:
+        """Begin the descriptors anew."""
+        self._runs, self._each_bytes, self._total_bytes = [], None, 0
 
     def entry_of(self, position: int) -> tuple[Entries, int]:
         """The group's keys that hold the key at a position of all keys, and its place there.
@@ -268,8 +311,15 @@ class BlockPlan:
     def _cut(self, keys: list[str], addresses: Rows, sizes: Rows, *, put: bool) -> None:
         """Plan the calls for these keys; what no call can hold has failed."""
         self._batch = keys, addresses, sizes
-        cut = self._policy.cut_put if put else self._policy.cut_get
-        calls, oversize = cut(self._bytes, sizes)
+        policy = self._policy
+        if put and type(policy).cut_put is StorePolicy.cut_put:  # it never cuts
+            self._calls = [(0, len(keys))] if keys else []
+            return
+        cut = policy.cut_put if put else policy.cut_get
+        calls, oversize = cut(self._bytes(), sizes)
+        if not oversize and len(calls) == 1 and calls[0] == (0, len(keys)):
+            self._calls = [(0, len(keys))]
+            return
         self._calls = list(calls)
         if sum(stop - start for start, stop in self._calls) + len(oversize) != len(keys):
             raise ArgumentError(
@@ -290,11 +340,12 @@ class BlockPlan:
             raise PlanStateError("`feed` must be given the answer before the next call")
         if self._finished:
             return None
-        if self._breaker is not None and self._begun is None:
+        breaker = self._breaker
+        if breaker is not None and self._begun is None:
             # A wait may lie between this and the call of the store.
-            self._begun = self._breaker.outages
-            if self._breaker.open and self._left():
-                self._enter(self._breaker)
+            self._begun = breaker.outages
+            if breaker.open and self._left():
+                self._enter(breaker)
         call = self._next()
         if call is None:
             self._finish()
@@ -354,21 +405,16 @@ class BlockPlan:
     def _wait(self) -> Call | None:
         """The wait for the event, once, before memory is first touched."""
         event, self._event = self._event, None
-        return None if event is None else Call(WAIT, (event,))
-
-    def _planned_bytes(self) -> int:
-        """Bytes of the call that `_slice` gave."""
-        start, stop = self._range
-        whole = stop - start == len(self._bytes)
-        self._call_bytes = self._total_bytes if whole else sum(self._bytes[start:stop])
-        return self._call_bytes
+        return None if event is None else new_call(WAIT, (event,))
 
     def _slice(self) -> tuple[list[str], Rows, Rows]:
-        """Arguments of the next put or get."""
+        """Arguments of the next put or get; `_call_bytes` is what it moves."""
         start, stop = self._range = self._calls.pop()
         keys, addresses, sizes = self._batch
         if start == 0 and stop == len(keys):
+            self._call_bytes = self._total_bytes
             return self._batch
+        self._call_bytes = sum(self._bytes()[start:stop])
         return keys[start:stop], addresses[start:stop], sizes[start:stop]
 
     def _take(self) -> str:
@@ -444,6 +490,11 @@ class BlockPlan:
         news = tuple(self._failures[self._reported :]) if self._failures else ()
         self._reported = len(self._failures)
         return news
+
+    @property
+    def failures(self) -> tuple[BlockFailure, ...]:
+        """What has failed so far; `result` has it too, at the end."""
+        return tuple(self._failures)
 
     @property
     def result(self) -> Any:

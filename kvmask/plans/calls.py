@@ -26,6 +26,8 @@ PUT = "batch_put_from_multi_buffers"
 GET = "batch_get_into_multi_buffers"
 WAIT = "wait"
 
+_new = tuple.__new__
+
 
 class Store(Protocol):
     """The calls that kvmask makes of a store.
@@ -127,6 +129,11 @@ class Call(NamedTuple):
         return getattr(store, self.name)(*self.args)
 
 
+def new_call(name: str, args: tuple[Any, ...], num_bytes: int = 0) -> Call:
+    """A Call, made without the detour of a NamedTuple's constructor."""
+    return _new(Call, (name, args, num_bytes))
+
+
 class Plan(Protocol):
     """What `LookupPlan`, `SavePlan` and `LoadPlan` have in common."""
 
@@ -208,12 +215,12 @@ def is_wrong_call(error: BaseException) -> bool:
 
 
 def check_event(event: Any) -> None:
-    """Refuse what cannot be waited for; None is ready.
+    """Refuse what cannot be waited for.
 
     Raises:
         TypeError: It has no ``synchronize``.
     """
-    if event is not None and not callable(getattr(event, "synchronize", None)):
+    if not callable(getattr(event, "synchronize", None)):
         raise TypeError(
             f"`event` must be a CUDA event or stream with synchronize(), got {type(event).__name__}"
         )

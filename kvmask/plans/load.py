@@ -16,7 +16,7 @@ from kvmask._core import (
 from kvmask.coordinator import Hit
 from kvmask.errors import AlignmentError, ArgumentError, BlockIdError
 from kvmask.plans.blocks import BlockPlan, block_tables
-from kvmask.plans.calls import EXISTS, GET, WAIT, Call
+from kvmask.plans.calls import EXISTS, GET, WAIT, Call, new_call
 from kvmask.plans.held import Held, held_of
 from kvmask.plans.policy import CALL_FAILED
 from kvmask.plans.results import BlockFailure, LoadResult, quarantine
@@ -49,6 +49,8 @@ class LoadPlan(BlockPlan):
         PlanStateError: The contract is not bound to memory.
     """
 
+    __slots__ = ("_held", "_hit", "_owner", "_renewing", "_retried")
+
     def __init__(
         self,
         source: Any,
@@ -71,18 +73,19 @@ class LoadPlan(BlockPlan):
             _check_needs(hit, scheme)
         asked: Held | None = hit.held
         self._held = asked if held is None else held_of(scheme, held)
-        needs = max([hit.length, *hit.tail_tokens])
-        if -(-needs // coord.hash_block_size) > len(self._hashes):
+        needs = max((hit.length, *hit.tail_tokens))
+        if -(-needs // self._unit) > len(self._hashes):
             raise ArgumentError(
                 "`hashes` must cover the hit, "
-                f"got {len(self._hashes)} digests of {coord.hash_block_size} for {needs} tokens"
+                f"got {len(self._hashes)} digests of {self._unit} for {needs} tokens"
             )
-        for group in scheme.groups:
-            if group.cacheable and len(hit.masks[group.index]):
-                if held is not None and asked is not None:
+        if held is not None and asked is not None:
+            for group in scheme.groups:
+                if group.cacheable and len(hit.masks[group.index]):
                     self._check_held(group, asked)
-                if group.own:
-                    self._plan_group(group, rows[group.index])
+        for group in scheme.moved:
+            if len(hit.masks[group.index]):
+                self._plan_group(group, rows[group.index])
         self._retried: set[int] = set()
         self._renewing = False
         self._describe()
@@ -102,17 +105,18 @@ class LoadPlan(BlockPlan):
     def _plan_group(self, group: GroupScheme, table: list[int]) -> None:
         g, size, null = group.index, group.block_size, self._tools.null_block
         hit = self._hit
-        mask = Bitset.from_bools(hit.masks[g])
-        start = 0
-        wanted = mask
+        mask = hit.masks[g]
+        if type(mask) is not Bitset:
+            mask = Bitset.from_bools(mask)
+        blocks, start, wanted = len(mask), 0, mask
         if self._held is not None:
             item = self._held.groups[g]
             if group.kind == "full" and isinstance(item, int):
-                start = min(item // size, len(mask))
+                start = min(item // size, blocks)
                 wanted = mask[start:] if start else mask
             else:
-                wanted = mask & ~self._held.blocks(group, len(mask))
-        planned, ids = plan_blocks(wanted, len(mask), start, table, 1, 0, null)
+                wanted = mask & ~self._held.blocks(group, blocks)
+        planned, ids = plan_blocks(wanted, blocks, start, table, 1, 0, null)
         if len(ids) != wanted.count():
             lost = next(start + i for i in wanted.indices() if i >= len(planned) or not planned[i])
             got = table[lost] if lost < len(table) else f"{len(table)} entries"
@@ -129,11 +133,11 @@ class LoadPlan(BlockPlan):
                 f"`tables` must name every block once, got a block of group {group.name!r} twice"
             )
         tail = None
-        last = len(mask) - 1
+        last = blocks - 1
         boundary = hit.tail_tokens[g] or hit.length
-        if wanted[last - start] and boundary != len(mask) * size:
+        if boundary != blocks * size and wanted[last - start]:
             coord = self._scheme.coord
-            inside = last * size < boundary < len(mask) * size
+            inside = last * size < boundary < blocks * size
             if not coord.partial_hits or not inside or boundary % coord.hash_block_size:
                 raise ArgumentError(
                     "`hit.tail_tokens` must be a boundary of the last block, "
@@ -154,21 +158,24 @@ class LoadPlan(BlockPlan):
             keys = keys[k:] + keys[:k]
             addresses = addresses[k:] + addresses[:k]
             sizes = sizes[k:] + sizes[:k]
-            self._bytes = self._bytes[k:] + self._bytes[:k]
+            each = self._bytes()
+            self._each_bytes = each[k:] + each[:k]
         self._cut(keys, addresses, sizes, put=False)
 
     def _next(self) -> Call | None:
         if not self._calls:
             return None
-        if (call := self._wait()) is not None:
-            return call
-        start, stop = self._calls[-1]
-        if start in self._retried and not self._renewing:
-            # The existence call renews the lease; its answers say nothing that the get does not.
-            self._renewing = True
-            return Call(EXISTS, (self._batch[0][start:stop],))
-        self._renewing = False
-        return Call(GET, self._slice(), self._planned_bytes())
+        if self._event is not None:
+            return self._wait()
+        if self._retried:
+            start, stop = self._calls[-1]
+            if start in self._retried and not self._renewing:
+                # The existence call renews the lease; its answers say nothing that the get does
+                # not.
+                self._renewing = True
+                return new_call(EXISTS, (self._batch[0][start:stop],))
+            self._renewing = False
+        return new_call(GET, self._slice(), self._call_bytes)
 
     def feed(self, answer: Any) -> tuple[BlockFailure, ...]:
         """Take the answer to the last call; of a get only the planned number of bytes is good.
@@ -192,11 +199,13 @@ class LoadPlan(BlockPlan):
         start, stop = self._range
         if self._call == EXISTS:
             return self._feed_renewal(self._read(answer))
-        whole = stop - start == len(self._bytes)
-        planned = self._bytes if whole else self._bytes[start:stop]
-        if all_as_planned(answer, planned):
-            self._take()
-            self._heard()
+        planned = self._bytes()
+        if stop - start < len(planned):
+            planned = planned[start:stop]
+        if self._call is not None and all_as_planned(answer, planned):
+            self._call = None
+            if self._breaker is not None:
+                self._heard()
             self._moved += len(planned)
             self._num_bytes += self._call_bytes
             return ()

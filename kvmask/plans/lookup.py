@@ -10,7 +10,7 @@ from kvmask._core import MAX_TOKENS, Bitset, BlockHashes, LookupCore, check_inte
 from kvmask.coordinator import Hit
 from kvmask.errors import ArgumentError, PlanStateError, StoreError
 from kvmask.plans.breaker import Breaker, no_answer
-from kvmask.plans.calls import EXISTS, Call, is_wrong_call
+from kvmask.plans.calls import EXISTS, Call, is_wrong_call, new_call
 from kvmask.plans.held import held_of
 from kvmask.plans.policy import MALFORMED_ANSWER
 from kvmask.plans.scheme import Scheme, scheme_of
@@ -65,6 +65,28 @@ class LookupPlan:
     32
     """
 
+    __slots__ = (
+        "_begun",
+        "_breaker",
+        "_call",
+        "_called_at",
+        "_coord",
+        "_core",
+        "_digests",
+        "_groups",
+        "_held",
+        "_hints",
+        "_in_store",
+        "_known",
+        "_remembers",
+        "_result",
+        "_skipped",
+        "_spared",
+        "_started",
+        "_tools",
+        "_vouched",
+    )
+
     def __init__(
         self,
         source: Any,
@@ -79,7 +101,7 @@ class LookupPlan:
         self._in_store = 0.0
         self._called_at = 0.0
         scheme = scheme_of(source)
-        self._tools = tools_or_default(tools)
+        self._tools = tools = tools_or_default(tools)
         staged = check_strategy(strategy) == "staged"
         num_tokens = check_integer(num_tokens, "num_tokens", 0, MAX_TOKENS)
         self._digests = digests = scheme.hashes(hashes)
@@ -87,12 +109,11 @@ class LookupPlan:
         if scheme.covers:
             check_digests(scheme, digests, num_tokens)
         self._held = kept = held_of(scheme, held)
-        hints = self._tools.hints if staged else None
-        self._hints = hints
+        self._hints = hints = tools.hints if staged else None
         hint = 0
         if hints is not None and num_tokens > 1:
             hint = hints.predict(digests, coord.hash_block_size, coord.alignment, num_tokens - 1)
-        costs = self._tools.costs
+        costs = tools.costs
         self._core = LookupCore(
             scheme.core,
             scheme.namespaces,
@@ -107,13 +128,13 @@ class LookupPlan:
             slack=costs.slack,
         )
         self._groups = len(scheme.groups)
-        self._remembers = self._tools.memo is not None or self._tools.failed_loads is not None
+        self._remembers = tools.memo is not None or tools.failed_loads is not None
         self._call: list[str] | None = None  # the keys of the call that is on its way
         self._known: list[int | None] = []  # per key of the core's batch, the remembered answer
         self._skipped = 0  # keys that memos answered
         self._vouched = 0  # those of them that count as present
         self._spared = 0  # batches that they answered whole
-        self._breaker = self._tools.breaker
+        self._breaker = tools.breaker
         self._begun = 0  # what `Breaker.outages` was when the call was let through
         self._result: Hit | None = None
 
@@ -154,7 +175,7 @@ class LookupPlan:
             self._begun = self._breaker.outages
         self._call = keys
         self._called_at = time.perf_counter()
-        return Call(EXISTS, (keys,))
+        return new_call(EXISTS, (keys,))
 
     def _refused(self, breaker: Breaker, keys: list[str]) -> bool:
         """Whether an open breaker refuses the call for these keys, which ends the lookup."""
@@ -220,10 +241,11 @@ class LookupPlan:
         if self._call is not keys:
             raise PlanStateError("`feed` must be given an answer once, got it while it was read")
         if not self._remembers:
-            unknown = self._core.unknown
-            self._core.feed(given)
+            core = self._core
+            unknown = core.unknown
+            core.feed(given)
             self._taken()
-            if self._core.unknown - unknown == len(keys):
+            if core.unknown - unknown == len(keys):
                 self._heard(read_answers(given, len(keys)), 0)
             elif self._breaker is not None and self._breaker.open:
                 self._tools.answered(self._begun)
@@ -297,28 +319,31 @@ class LookupPlan:
                 MALFORMED_ANSWER,
             )
         other = time.perf_counter() - self._started - self._in_store
+        asked, probes, exact = self.asked, self.probes, core.exact_keys
         unknown = core.unknown + unanswered
         present = core.present - self._vouched
-        self._result = Hit(
-            *found,
-            self.asked,
-            self.probes,
-            present,
-            core.exact_keys,
-            self._in_store,
-            other,
-            unknown,
-            cause,
-            self._held,
+        self._result = Hit._looked_up(
+            length=length,
+            masks=found[1],
+            tail_tokens=found[2],
+            asked=asked,
+            probes=probes,
+            present=present,
+            exact_keys=exact,
+            store_seconds=self._in_store,
+            other_seconds=other,
+            unknown=unknown,
+            cause=cause,
+            held=self._held,
         )
         if self._tools.stats is None:
             return
         self._tools.stats.add(
             lookups=1,
-            asked_keys=self.asked,
+            asked_keys=asked,
             present_keys=present,
-            exact_keys=core.exact_keys,
-            probes=self.probes,
+            exact_keys=exact,
+            probes=probes,
             hit_tokens=length,
             unknown_keys=unknown,
             failed_lookups=failed,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvmask._core import (
+    MAX_TOKENS,
     Bitset,
     BlockHashes,
     all_answered,
@@ -17,7 +18,7 @@ from kvmask._core import (
 )
 from kvmask.errors import ArgumentError, PlanStateError
 from kvmask.plans.blocks import BlockPlan, Entries, Rows, block_tables, check_tokens
-from kvmask.plans.calls import EXISTS, PUT, WAIT, Call
+from kvmask.plans.calls import EXISTS, PUT, WAIT, Call, new_call
 from kvmask.plans.held import Held, held_of
 from kvmask.plans.lookup import check_digests
 from kvmask.plans.policy import CALL_FAILED, NOT_TRIED
@@ -60,6 +61,22 @@ class SavePlan(BlockPlan):
         PlanStateError: The contract is not bound to memory.
     """
 
+    __slots__ = (
+        "_exact",
+        "_held",
+        "_ids",
+        "_last_word",
+        "_mark",
+        "_owner",
+        "_pressure",
+        "_resume",
+        "_reused",
+        "_stage",
+        "_start_token",
+        "_twins",
+        "num_tokens",
+    )
+
     def __init__(
         self,
         source: Any,
@@ -79,11 +96,11 @@ class SavePlan(BlockPlan):
     ) -> None:
         super().__init__(source, hashes, event, tools)
         scheme, coord = self._scheme, self._scheme.coord
-        num_tokens = check_tokens(num_tokens, "num_tokens")
-        start_token = check_tokens(start_token, "start_token")
+        num_tokens = check_integer(num_tokens, "num_tokens", 0, MAX_TOKENS)
+        start_token = check_integer(start_token, "start_token", 0, MAX_TOKENS)
         rows = block_tables(scheme, tables)
         self._start_token = start_token
-        self._reused = check_tokens(reused_tokens, "reused_tokens")
+        self._reused = check_integer(reused_tokens, "reused_tokens", 0, MAX_TOKENS)
         self._held: Held | None = held_of(scheme, held)
         self._owner = owner
         # A mark inside a block says that its first part is stored, under its own key. The block as
@@ -107,17 +124,13 @@ class SavePlan(BlockPlan):
                     self.num_tokens, self._resume, num_prompt_tokens, scheme.states
                 )
             tails = coord.load_mask(self.num_tokens) if coord.partial_hits else None
-            for group in scheme.groups:
-                if group.cacheable and group.own:
-                    g = group.index
-                    mask = masks[g]
-                    self._plan_group(
-                        group,
-                        mask if mask is None else Bitset.from_bools(mask),
-                        tails[g] if tails else None,
-                        rows[g],
-                    )
-        handed = handoffs if isinstance(handoffs, list) else _listed(handoffs)
+            for group in scheme.moved:
+                g = group.index
+                mask = masks[g]
+                if mask is not None and type(mask) is not Bitset:
+                    mask = Bitset.from_bools(mask)
+                self._plan_group(group, mask, tails[g] if tails else None, rows[g])
+        handed = () if type(handoffs) is tuple and not handoffs else _listed(handoffs)
         for handoff in handed:
             self._hand_over(handoff)
         # Digests that are known to be of one chain differ.
@@ -129,13 +142,17 @@ class SavePlan(BlockPlan):
     ) -> None:
         if group.kind == "state" and not self._scheme.states:
             return
-        size, null = group.block_size, self._tools.null_block
-        end = self.num_tokens // size
-        first = min(-(-self._resume // size), end)
-        fresh = min(max(first, self._reused // size), end)  # what lies below came from the store
-        start = fresh if self._held is None else first
-        if mask is not None and start > first:
-            mask = mask[start - first :]
+        size, null, tokens = group.block_size, self._tools.null_block, self.num_tokens
+        end = tokens // size
+        first = start = fresh = min(-(-self._resume // size), end)
+        if self._reused:
+            fresh = min(
+                max(first, self._reused // size), end
+            )  # what lies below came from the store
+            if self._held is None:
+                start = fresh
+                if mask is not None and start > first:
+                    mask = mask[start - first :]
         if needed is not None and mask is not None:
             # With hits at every hash block, what a hit at this very end needs is stored too.
             # Another group can end it earlier, so it can be shorter than the mask.
@@ -148,21 +165,24 @@ class SavePlan(BlockPlan):
         planned, ids = plan_blocks(mask, end, start, table, group.writers, group.turn, null)
         if len(table) < end:
             self._mark = min(self._mark, len(table) * size)
-        every = min(end, len(table)) - start
-        if group.kind == "full" and len(ids) < every and null in table[start:end]:
+        if (
+            group.kind == "full"
+            and len(ids) < min(end, len(table)) - start
+            and null in table[start:end]
+        ):
             # Windows and chunks let go of blocks that no hit needs; here it is a hole.
             self._mark = min(self._mark, table.index(null, start) * size)
         tail = None
         if (
-            self.num_tokens % size
-            and needed is not None
+            needed is not None
+            and tokens % size
             and (group.kind == "full" or (group.kind == "state" and self._exact))
             and end % group.writers == group.turn
         ):
             if len(table) <= end:
                 self._mark = min(self._mark, end * size)
             elif table[end] != null:
-                tail = (end, table[end], self.num_tokens)
+                tail = (end, table[end], tokens)
             elif group.kind == "full":
                 self._mark = min(self._mark, end * size)
         if ids or tail is not None:
@@ -201,17 +221,17 @@ class SavePlan(BlockPlan):
         if self._stage == EXISTS:
             self._stage = WAIT
             if self.keys:
-                return Call(EXISTS, (self.keys,))
+                return new_call(EXISTS, (self.keys,))
         if not self._calls:
             return None
         if self._stage == WAIT:
             self._stage = PUT
-            if (call := self._wait()) is not None:
-                return call
+            if self._event is not None:
+                return self._wait()
         keys, addresses, sizes = self._slice()
-        ids = self._group_ids(*self._range) if self._policy.names_groups else None
-        arguments = self._policy.put_arguments(ids)
-        return Call(PUT, (keys, addresses, sizes, *arguments), self._planned_bytes())
+        policy = self._policy
+        ids = self._group_ids(*self._range) if policy.names_groups else None
+        return new_call(PUT, (keys, addresses, sizes, *policy.put_arguments(ids)), self._call_bytes)
 
     def _group_ids(self, start: int, stop: int) -> list[str]:
         """Per key of a put, the id of what the store evicts together."""
@@ -261,7 +281,7 @@ class SavePlan(BlockPlan):
             self._feed_exists(answer)
         else:
             self._feed_put(answer)
-        news = self._news()
+        news = self._news() if self._failures else ()
         if self._outage is not None:
             self._give_up()
         return news
@@ -278,7 +298,7 @@ class SavePlan(BlockPlan):
             for position, code in enumerate(given):
                 super()._fail_key(position, code, self._outage)
             return
-        self._bytes, self._total_bytes = [], 0
+        self._forget_bytes()
         skip = {i for twins in self._twins.values() for i in twins}
         keys: list[str] = []
         addresses: Rows = []
@@ -319,16 +339,18 @@ class SavePlan(BlockPlan):
         """Take an existence answer that is the same for every key; False: there is more to it."""
         n = len(self.keys)
         if all_answered(answer, n, 1):
-            self._take()
-            self._heard()
+            self._call = None
+            if self._breaker is not None:
+                self._heard()
             self._present = n
             return True
         if not all_answered(answer, n, 0):
             return False
-        self._bytes, self._total_bytes = [], 0
+        self._forget_bytes()
         addresses, sizes = self._all_descriptors()
-        self._take()
-        self._heard()
+        self._call = None
+        if self._breaker is not None:
+            self._heard()
         self._put(self.keys, addresses, sizes)
         return True
 
@@ -340,9 +362,11 @@ class SavePlan(BlockPlan):
 
     def _feed_put(self, answer: Any) -> None:
         start, stop = self._range
-        if not self._twins and all_answered(answer, stop - start, 0):
-            self._take()
-            self._heard()
+        fits = self._call is not None and not self._twins
+        if fits and all_answered(answer, stop - start, 0):
+            self._call = None
+            if self._breaker is not None:
+                self._heard()
             self._moved += stop - start
             self._num_bytes += self._call_bytes
             return
@@ -352,7 +376,7 @@ class SavePlan(BlockPlan):
             twins = self._twins.get(self.position(i), [])
             if self._policy.stored(code):
                 self._moved += 1
-                self._num_bytes += self._bytes[i]
+                self._num_bytes += self._bytes()[i]
                 self._present += len(twins)
             elif code in self._policy.present_codes:
                 self._present += 1 + len(twins)
@@ -412,7 +436,10 @@ class SavePlan(BlockPlan):
 
     def _finish(self) -> None:
         super()._finish()
-        result, tools = self.result, self._tools
+        tools = self._tools
+        if not tools.remembers_saves:
+            return
+        result = self.result
         if tools.stats is not None:
             tools.stats.add(
                 saves=1,

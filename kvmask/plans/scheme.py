@@ -144,6 +144,7 @@ class Scheme:
         check_hashes: Refuses digests that are not of this scheme; None takes all.
         covers: Whether a lookup demands a digest for every full hash block of its tokens.
         namespaces: The namespaces of all groups.
+        moved: The groups of which this rank saves and loads something.
     """
 
     coord: Masks
@@ -154,9 +155,12 @@ class Scheme:
     check_hashes: Callable[[BlockHashes], None] | None = None
     covers: bool = True
     namespaces: tuple[tuple[KeyBuilder, ...], ...] = field(init=False)
+    moved: tuple[GroupScheme, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "namespaces", tuple(g.namespaces for g in self.groups))
+        moved = tuple(g for g in self.groups if g.cacheable and g.own)
+        object.__setattr__(self, "moved", moved)
 
     def hashes(self, hashes: BlockHashes | Sequence[bytes]) -> BlockHashes:
         """Digests as the core takes them, refused when they are known to be others.
@@ -180,13 +184,13 @@ class Scheme:
         Raises:
             TypeError: The coordinator is an adapter's own and has none.
         """
-        found = getattr(self.coord, "_core", None)
-        if found is None:
+        try:
+            return self.coord._core  # type: ignore[attr-defined]
+        except AttributeError:
             raise TypeError(
                 "`coord` of a scheme for lookups must search in the core, as Coordinator does, "
                 f"got {type(self.coord).__name__}"
-            )
-        return found
+            ) from None
 
     @property
     def writers(self) -> int:

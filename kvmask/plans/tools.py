@@ -36,6 +36,7 @@ class PlanTools:
 
     Attributes:
         stats: TransferStats, the counters of all plans made with these tools, or None.
+        remembers_saves: Whether any of them is told what became of a save.
 
     Raises:
         TypeError: An argument is of another kind.
@@ -51,6 +52,7 @@ class PlanTools:
         "memo",
         "null_block",
         "policy",
+        "remembers_saves",
         "stats",
     )
 
@@ -89,6 +91,8 @@ class PlanTools:
         self.null_block = null_block
         self.log = log
         self.stats = TransferStats() if stats else None
+        kept = (self.stats, self.memo, self.failed_loads, self.hints)
+        self.remembers_saves = any(thing is not None for thing in kept)
 
     def unanswered(self, error: BaseException, begun: int) -> None:
         """Tell the breaker that a call was not answered. A new outage is counted and logged.

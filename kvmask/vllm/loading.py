@@ -78,7 +78,7 @@ def _hit(thread: Any, meta: Any, plans: ThreadPlans, tails: list[int]) -> Hit:
     coord = thread.coord
     if type(masks[0]) is not Bitset or token_len % coord.lcm_block_size:
         masks, tails = _fitted(plans, masks, tails, token_len)
-    return Hit(token_len, masks, tuple(tails))
+    return Hit._bare(token_len, masks, tuple(tails))
 
 
 def _fitted(
@@ -101,7 +101,7 @@ def _drive(thread: Any, meta: Any, plan: LoadPlan) -> None:
     while (call := plan.next_call()) is not None:
         asked = True
         _get(thread, meta.req_id, plan, call)
-    failures = plan.result.failures
+    failures = plan.failures
     if not failures:
         return
     if not asked:

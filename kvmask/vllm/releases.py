@@ -22,6 +22,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import threading
@@ -79,6 +80,12 @@ _LookupResult: Any = _find(_STORE + "data", "MooncakeLookupResult")
 _TailBoundary: Any = _find(_STORE + "data", "TailKeyBoundary")
 
 
+@functools.lru_cache(4096)
+def _boundary(group: int, num_tokens: int) -> Any:
+    """A boundary object; it is frozen, so lookups can share it."""
+    return _TailBoundary(group, num_tokens)
+
+
 @dataclass(frozen=True)
 class Release:
     """The differences between releases.
@@ -127,7 +134,7 @@ class Release:
         """What this release's worker answers a lookup with."""
         if not self.tails:
             return hit
-        return _LookupResult(hit, tuple(_TailBoundary(g, t) for g, t in tails))
+        return _LookupResult(hit, tuple([_boundary(g, t) for g, t in tails]))
 
 
 _OLD: dict[str, Any] = {
