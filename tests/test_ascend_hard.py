@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import ascend_world
@@ -158,6 +159,52 @@ def test_a_worker_without_a_pool_gives_no_hit() -> None:
     assert lookup.lookup_scheduler(worker, 1600, HASHES, IDS) == 0
     worker.m_store = Pool(keys, list)  # it connects late
     assert lookup.lookup_scheduler(worker, 1600, HASHES, IDS) == 960
+
+
+def test_a_scheduler_asks_over_the_real_socket(tmp_path: Any, monkeypatch: Any) -> None:
+    """vllm-ascend's own server and client, with one thread that must survive everything."""
+    server = importlib.import_module(ascend_world.PACKAGE + "ascend_store_connector")
+    scheduler = importlib.import_module(ascend_world.PACKAGE + "pool_scheduler")
+    monkeypatch.setattr(scheduler.envs, "VLLM_RPC_BASE_PATH", str(tmp_path))
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"lookup_rpc_port": 1}),
+        parallel_config=SimpleNamespace(data_parallel_rank=0, data_parallel_rank_local=0),
+    )
+    worker, keys = filled()
+    digests = [bytes.fromhex(text) for text in HASHES]
+    answering = server.LookupKeyServer(worker, config)
+    client = scheduler.LookupKeyClient(config)
+    client.socket.setsockopt(scheduler.zmq.RCVTIMEO, 20_000)
+    try:
+        seen = []
+        for put in (False, True):
+            if put:
+                kvmask.ascend.install()
+            found = []
+            for tokens, held, answer in (
+                (1600, 0, list),
+                (1600, 320, list),
+                (1599, 0, list),
+                (1600, 0, failing),
+                (1600, 0, lambda a: "no answer"),
+                (1616, 0, list),  # more tokens than digests
+                (1600, 0, list),
+            ):
+                worker.m_store = Pool(keys, answer)
+                found.append(client.lookup(tokens, digests, IDS, held))
+            seen.append(found)
+        assert seen[0] == seen[1]
+        assert seen[1][:5] == [960, 960, 960, 0, 0]
+    finally:
+        answering.running = False
+        answering.thread.join(0.5)
+        if answering.thread.is_alive():
+            client.lookup(0, [], IDS)  # it waits for one more request
+        answering.thread.join(20)
+        assert not answering.thread.is_alive()
+        for end in (client, answering):
+            end.close()
+            end.ctx.term()
 
 
 def test_the_last_block_counts_when_ids_are_counted_from_the_right() -> None:
