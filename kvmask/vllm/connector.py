@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from kvmask._plugin import register
 from kvmask.engines import Placed
 from kvmask.errors import UnsupportedReleaseError
-from kvmask.vllm import binding, coordinator, layouts, loading, local, options, saving
+from kvmask.vllm import agreement, binding, coordinator, layouts, loading, local, options, saving
 from kvmask.vllm import lookup as lookups
 from kvmask.vllm.placing import replacements, say
 from kvmask.vllm.releases import (
@@ -132,7 +132,8 @@ class KVMaskStoreConnector(StockConnector):  # type: ignore[misc]
     ``kv_connector_extra_config``: ``"lookup"``, ``"staged"`` or ``"exact"``; ``"local_aware"``,
     whether lookups leave out what the GPU holds (see kvmask.vllm.local); ``"on_unknown"``, whether
     a vLLM that kvmask does not know keeps its own functions (``"stock"``, and the log says which)
-    or the engine does not start (``"refuse"``).
+    or the engine does not start (``"refuse"``); ``"contract"``, the path of a file where rank 0
+    writes its contract (see kvmask.vllm.agreement).
 
     Raises:
         ArgumentError: An entry has another value, or a name that looks like a typing error.
@@ -146,6 +147,7 @@ class KVMaskStoreConnector(StockConnector):  # type: ignore[misc]
         strategy = lookups.check_strategy(extra.get("lookup", "staged"))
         placed = _fitting(options.check_on_unknown(extra.get("on_unknown", "stock")))
         aware = local.check_option(extra.get("local_aware", False))
+        contract = agreement.check_option(extra.get("contract"))
         if unread:
             logger.warning("Nobody reads these entries of kv_connector_extra_config: %s", unread)
         self._kvmask_aware = False
@@ -154,6 +156,7 @@ class KVMaskStoreConnector(StockConnector):  # type: ignore[misc]
             return
         say(placed, f"lookup {strategy}")
         adopt_worker(self.connector_worker, strategy)
+        agreement.write(self.connector_worker, vllm_config, contract)
         scheduler = self.connector_scheduler
         if scheduler is not None and getattr(scheduler, "_store_coord", None) is not None:
             adopt_coordinator(scheduler._store_coord)

@@ -19,6 +19,7 @@ NAMES = (
     "lookup_deadline_ms",
     "hasher",
     "on_unknown",
+    "contract",
 )
 ON_UNKNOWN = ("stock", "refuse")
 
