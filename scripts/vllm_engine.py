@@ -17,7 +17,8 @@ blocks. Then it drops the engine's own prefix cache and serves the prompts again
 that:
 
 - all sides give the same tokens in both passes, and the same hits in the second pass,
-- the log-probabilities of both passes agree within 1e-3. Wrong blocks would show there first.
+- the log-probabilities of both passes agree within 1e-3. Wrong blocks would show there first,
+- `kvmask why` finds the hits of the second pass, with the contract that the connector wrote.
 
 It needs the environment of `make test-vllm`.
 """
@@ -122,14 +123,17 @@ def checkpoint(folder: Path, model: str) -> None:
         head.save_pretrained(folder / "eagle", state_dict=weights)
 
 
-def connector(side: str) -> dict[str, Any]:
+def connector(side: str, contract: Path) -> dict[str, Any]:
     if side in ("stock", "installed"):
         return {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
     return {
         "kv_connector": "KVMaskStoreConnector",
         "kv_connector_module_path": "kvmask.vllm",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"local_aware": True} if side == "local" else {"lookup": side},
+        "kv_connector_extra_config": {
+            **({"local_aware": True} if side == "local" else {"lookup": side}),
+            "contract": str(contract),
+        },
     }
 
 
@@ -140,6 +144,7 @@ def serve(model: str, side: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch, mooncake.local_master() as master:
         folder = Path(scratch) / "model"
         checkpoint(folder, model)
+        contract = Path(scratch) / "contract.json"
         settings = Path(scratch) / "mooncake.json"
         settings.write_text(
             json.dumps(
@@ -170,7 +175,7 @@ def serve(model: str, side: str) -> dict[str, Any]:
             enforce_eager=True,
             block_size=32,
             max_num_batched_tokens=1024,
-            kv_transfer_config=KVTransferConfig(**connector(side)),
+            kv_transfer_config=KVTransferConfig(**connector(side, contract)),
             enable_prefix_caching=True,  # for hybrid models it is off by default
             speculative_config={
                 "method": "eagle",
@@ -200,9 +205,23 @@ def serve(model: str, side: str) -> dict[str, Any]:
         time.sleep(2)  # the last saves may still be running
         if not engine.reset_prefix_cache():
             sys.exit("the engine did not drop its prefix cache")
+        why = explained(contract, prompts, master.address) if contract.exists() else None
         second, after, hits = answers()
         drift = max(abs(a - b) for a, b in zip(before, after, strict=True))
-    return {"first": first, "second": second, "hits": hits, "drift": drift}
+    return {"first": first, "second": second, "hits": hits, "drift": drift, "why": why}
+
+
+def explained(path: Path, prompts: list[list[int]], master: str) -> list[int]:
+    """The hits that `kvmask why` finds for prompts with the contract that the engine wrote."""
+    from kvmask import Contract
+    from kvmask.cli.quiet import connect_to_ask
+    from kvmask.why import diagnose
+
+    contract, store = Contract.read(path), connect_to_ask(master=master)
+    try:
+        return [diagnose(contract.request(prompt), store).length for prompt in prompts]
+    finally:
+        store.close()
 
 
 def main() -> int:
@@ -234,7 +253,10 @@ def main() -> int:
         )
     stock = seen["stock"]
     good = any(stock["hits"])
-    for result in seen.values():
+    for side, result in seen.items():
+        # What the store has; the engine's own cache may reach further into a prompt.
+        wrote = side not in ("stock", "installed")
+        good = good and (result["why"] == result["hits"] if wrote else result["why"] is None)
         good = good and result["first"] == result["second"] == stock["first"]
         good = good and result["hits"] == stock["hits"] and result["drift"] < MOST_DRIFT
     print("the sides agree" if good else "the sides differ")
