@@ -14,6 +14,12 @@ warm or the leases new. Latency is the wall time of the whole lookup. CPU is the
 calling thread. Blocks hold 16 bytes, so that the store moves very few bytes.
 
 The exit status is 1 if the hits of a request differ, or do not match what was saved before.
+
+    python bench/replay.py --pressure [--trace PATH | --agents] [--capacity 0.05 0.1 0.3 0.6]
+
+With `--pressure` the trace is replayed against a store that holds only a part of all keys, in this
+process (see `pressure.py`). The table compares the tokens hit. The exit status is 1 if lookups with
+renewals find less than 0.995 of what vLLM finds, or renew more than a quarter of what it asks.
 """
 
 from __future__ import annotations
@@ -36,6 +42,7 @@ from typing import Any
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
+import pressure
 import traces
 import vllm_side
 from shapes import DIGEST_BYTES, SHAPES, Shape, block_hashes
@@ -355,6 +362,21 @@ def open_store(kind: str, num_objects: int) -> Iterator[Any]:
             store.close()
 
 
+def under_pressure(args: argparse.Namespace, requests: Sequence[traces.Request]) -> int:
+    """Replay against stores that evict; print a row per way, and return the exit status."""
+    kind = "agents" if args.agents else "generated"
+    print(f"{args.shape}, {args.trace or f'{kind}, seed {args.seed}'}: {len(requests)} requests")
+    print(pressure.HEAD)
+    rows = []
+    for row in pressure.measure(SHAPES[args.shape], requests, args.capacity):
+        print(pressure.line(row), flush=True)
+        rows.append(row)
+    if args.json:
+        text = json.dumps([vars(row) for row in rows], indent=1)
+        Path(args.json).write_text(text + "\n", encoding="utf-8")
+    return 0 if all(map(pressure.good, rows)) else 1
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -367,12 +389,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--store", choices=("mooncake", "memory"), default="mooncake")
     parser.add_argument("--hint-slots", type=int, default=1 << 20, help="size of the hints' table")
     parser.add_argument("--no-vllm", action="store_true", help="leave vLLM out")
+    parser.add_argument("--agents", action="store_true", help="generate a trace of agents")
+    parser.add_argument("--pressure", action="store_true", help="with a store that evicts")
+    parser.add_argument(
+        "--capacity",
+        type=float,
+        nargs="+",
+        default=pressure.CAPACITIES,
+        help="shares of all keys that the store holds, with --pressure",
+    )
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
     if args.trace:
         requests = list(itertools.islice(traces.load(args.trace), args.requests))
     else:
-        requests = list(traces.generate(args.requests or 1000, args.seed))
+        generate = traces.agents if args.agents else traces.generate
+        requests = list(generate(args.requests or 1000, args.seed))
+    if args.pressure:
+        return under_pressure(args, requests)
     with_vllm = vllm_side.available() and not args.no_vllm
     source = args.trace or f"generated, seed {args.seed}"
     beside = vllm_side.version() if with_vllm else "not run"

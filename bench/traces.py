@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import heapq
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -90,6 +92,54 @@ def generate(requests: int, seed: int = 1) -> Iterator[Request]:
         if len(open_conversations) > 400:
             open_conversations.pop(0)
         yield request
+
+
+def agents(requests: int, seed: int = 1) -> Iterator[Request]:
+    """Generate a trace of agents: long shared prefixes, branches, and turns seconds apart.
+
+    A session begins with one of 24 system prompts of up to 8,192 tokens, some much more popular
+    than others, and a task. Its next turn comes after about four seconds, one of four after about
+    two minutes, and its prompt contains all earlier ones. One turn of seven is followed by two to
+    four branches, which go on from it or from an earlier turn.
+    """
+    pick = random.Random(seed)
+    next_id = 0
+
+    def fresh(count: int) -> tuple[int, ...]:
+        nonlocal next_id
+        next_id += count
+        return tuple(range(next_id - count, next_id))
+
+    def longer(before: tuple[int, tuple[int, ...]], tokens: int) -> tuple[int, tuple[int, ...]]:
+        length, ids = before[0] + tokens, before[1][: before[0] // TOKENS_PER_ID]
+        return length, ids + fresh(-(-length // TOKENS_PER_ID) - len(ids))
+
+    systems = [longer((0, ()), TOKENS_PER_ID * pick.randint(1, 16)) for _ in range(24)]
+    weights = [1 / (rank + 1) for rank in range(len(systems))]
+    # Turns to come: when, a number that keeps the order, and the session's prompts so far.
+    turns: list[tuple[float, int, list[tuple[int, tuple[int, ...]]]]] = []
+    order = itertools.count()
+    clock = 0.0
+    for _ in range(requests):
+        arrival = clock + pick.expovariate(1 / 3000)
+        if turns and turns[0][0] < arrival:
+            clock, _, prompts = heapq.heappop(turns)
+            added = min(6000, 50 + int(pick.lognormvariate(6.2, 1.0)))
+            prompt = longer(prompts[-1], added)
+        else:
+            clock, prompts = arrival, []
+            (system,) = pick.choices(systems, weights)
+            prompt = longer(system, 200 + int(pick.lognormvariate(7.3, 0.9)))
+        prompts = [*prompts, prompt]
+        yield Request(int(clock), prompt[0], 1 + int(pick.lognormvariate(5.0, 0.8)), prompt[1])
+        if prompt[0] > 100_000 or pick.random() < 0.3:
+            continue
+        branches = pick.randint(2, 4) if pick.random() < 1 / 7 else 1
+        for branch in range(branches):
+            back = 0 if branch == 0 else pick.randrange(min(4, len(prompts)))
+            pause = pick.expovariate(1 / 4000 if pick.random() < 0.75 else 1 / 120_000)
+            kept = prompts[: len(prompts) - back]
+            heapq.heappush(turns, (clock + 300 + pause, next(order), kept))
 
 
 @functools.lru_cache(4096)

@@ -79,6 +79,8 @@ cdef extern from "search.h" nogil:
         bint collect
 
     int64_t km_find_hit(km_search *s, int64_t max_length, bint eagle)
+    bint km_find_set(const km_search *s, km_set_state *set, int64_t max_length, bint drop)
+    int64_t km_eagle_margin(const km_search *s, const km_group *g)
     bint km_tail_boundary(const km_search *s, km_set_state *set, const km_presence *presence,
                           int64_t hit, int64_t *boundary)
 
@@ -320,8 +322,13 @@ cdef class LookupCore:
 cdef class HitHints:
     cdef uint64_t *slots
     cdef int64_t mask
-    cdef uint64_t tag(self, BlockHashes hashes, int64_t index) except? 0
     cdef int64_t longest(self, BlockHashes hashes, int64_t per_unit, int64_t units) except -1
+
+
+cdef class HitEnds:
+    cdef uint64_t *slots
+    cdef int64_t mask
+    cdef int64_t slot(self, BlockHashes hashes, int64_t index, uint64_t *tag) except -1
 
 
 cdef class Regions:

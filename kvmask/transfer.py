@@ -22,8 +22,10 @@ from kvmask.plans.lookup import LookupPlan
 from kvmask.plans.memo import AbsenceMemo, PresenceMemo
 from kvmask.plans.metrics import TransferStats
 from kvmask.plans.policy import StorePolicy
+from kvmask.plans.renew import Renewals
 from kvmask.plans.results import LoadResult, SaveResult
 from kvmask.plans.tools import PlanTools
+from kvmask.renewer import Renewer
 from kvmask.request import CacheRequest
 
 
@@ -49,6 +51,8 @@ class KVTransfer:
             then one tries again. True makes one, None keeps none. Transfers of one store can share
             a `Breaker`.
         null_block: Id of the block tables' empty entry, never transferred; None when there is none.
+        renew: What hits make worth keeping is asked again by a thread of its own, so that the store
+            keeps it (docs/lookup.md). True makes a `Renewals`, None renews nothing.
 
     Attributes:
         contract: The contract.
@@ -71,6 +75,7 @@ class KVTransfer:
         failed_loads: AbsenceMemo | None = None,
         breaker: Breaker | bool | None = True,
         null_block: int | None = 0,
+        renew: Renewals | bool | None = None,
     ) -> None:
         if not isinstance(contract, Contract | BoundContract):
             raise TypeError(
@@ -89,6 +94,10 @@ class KVTransfer:
             breaker=breaker,
             null_block=null_block,
         )
+        if not isinstance(renew, Renewals | bool | None):
+            raise TypeError(f"`renew` must be Renewals, a bool or None, got {type(renew).__name__}")
+        renewals = Renewals() if renew is True else renew or None
+        self._renewer = None if renewals is None else Renewer(renewals, self._exists, self.tools)
         self._registered: list[int] = []
         self._lock = threading.Condition()
         self._running: list[int] = []  # the threads whose calls run
@@ -106,6 +115,9 @@ class KVTransfer:
         stats = self.tools.stats
         assert stats is not None
         return stats
+
+    def _exists(self, keys: list[str]) -> Any:
+        return self.store.batch_is_exist(keys)
 
     def _register(self) -> None:
         layouts = self.contract.layouts if isinstance(self.contract, BoundContract) else ()
@@ -151,6 +163,8 @@ class KVTransfer:
         """
         if os.getpid() != self._pid:
             return
+        if self._renewer is not None:
+            self._renewer.close()
         with self._lock:
             if threading.get_ident() in self._running:
                 raise PlanStateError("`close` must not be called while this thread's own call runs")
@@ -256,7 +270,13 @@ class KVTransfer:
             strategy=strategy,
             tools=self.tools,
         )
-        hit: Hit = self._run(plan)
+        renewer = self._renewer
+        if renewer is None:
+            hit: Hit = self._run(plan)
+        else:
+            with renewer.lookup():
+                hit = self._run(plan)
+            renewer.note(plan)
         request.hit = hit
         return hit
 

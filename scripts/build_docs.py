@@ -49,6 +49,7 @@ REFERENCE = {
         "kvmask.AbsenceMemo",
         "kvmask.HitHints",
         "kvmask.Breaker",
+        "kvmask.plans.Renewals",
         "kvmask.CostModel",
         "kvmask.plans.metrics.TransferStats",
         "kvmask.plans.metrics.StatsCollector",

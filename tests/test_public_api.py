@@ -78,6 +78,7 @@ STAGES = {
     "request": 3,
     "contract": 3,
     "mooncake": 4,
+    "renewer": 4,
     "transfer": 4,
     "why": 4,
     "cli": 5,

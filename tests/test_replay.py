@@ -1,5 +1,6 @@
 """The replay of request traces: a small slice of `bench/replay.py`, and the traces themselves."""
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -13,6 +14,7 @@ if not BENCH.is_dir():  # an installed copy of the tests without the benches
     pytest.skip("needs bench/ of the repository", allow_module_level=True)
 sys.path.append(str(BENCH))
 
+import pressure  # noqa: E402
 import replay  # noqa: E402
 import traces  # noqa: E402
 from shapes import SHAPES  # noqa: E402
@@ -160,3 +162,65 @@ def test_a_line_that_is_no_request(tmp_path, line):
     path.write_text(f"\n{line}\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"line 2 of .*trace\.jsonl"):
         list(traces.load(path))
+
+
+@pytest.mark.parametrize("make", [traces.generate, traces.agents])
+def test_renewals_keep_what_stock_keeps(make):
+    requests = [r for r in make(600, 3) if r.input_length <= 20_000][:250]
+    rows = list(pressure.measure(SHAPES["dsv4"], requests, (0.1, 0.4)))
+    assert len(rows) == 2 * 2 * 3
+    assert all(map(pressure.good, rows))
+    for row in rows:
+        if row.name == "stock, exact":
+            assert (row.ratio, row.asked, row.renewed) == (1.0, 1.0, 0.0)
+        else:
+            assert row.asked < 0.5
+            assert (row.renewed > 0) == ("renewed" in row.name)
+    assert not pressure.good(dataclasses.replace(rows[2], ratio=0.99))
+    assert not pressure.good(dataclasses.replace(rows[2], renewed=0.26))
+    assert pressure.good(dataclasses.replace(rows[1], ratio=0.99))
+
+
+def test_a_lease_store_evicts_by_lease():
+    store = pressure.LeaseStore(4)
+    store.save(["a", "b", "c", "d"])
+    assert store.batch_is_exist(["b", "x"]) == [1, 0]
+    store.now = 1.0
+    store.save(["e"])  # the first put without a lease leaves
+    assert store.batch_is_exist(["a"]) == [0]
+    store.save(["f", "g"])  # then the others
+    assert store.batch_is_exist(["c", "d", "b"]) == [0, 0, 1]
+    store.now = 20.0
+    store.save(["h", "i"])  # the leases are over: what was put last is the newest
+    assert len(store) == 4
+    assert store.batch_is_exist(["h", "i", "b"]) == [1, 1, 1]
+
+
+def test_pressure_command(tmp_path, capsys):
+    figures = tmp_path / "figures.json"
+    args = ["--pressure", "--agents", "--requests", "120", "--capacity", "0.3"]
+    status = replay.main([*args, "--shape", "full16", "--json", str(figures)])
+    rows = json.loads(figures.read_text())
+    assert [row["name"] for row in rows if row["local"]][-1] == "local_aware, renewed"
+    assert status == int(not all(pressure.good(pressure.Row(**row)) for row in rows))
+    assert "agents, seed 1: 120 requests" in capsys.readouterr().out
+
+
+def test_agents_share_prefixes_branch_and_come_back_soon():
+    requests = list(traces.agents(3000, seed=2))
+    assert requests == list(traces.agents(3000, seed=2))
+    seen: dict[int, int] = {}
+    last: dict[int, tuple[int, ...]] = {}
+    branches = soon = 0
+    for r in requests:
+        assert len(r.hash_ids) == -(-r.input_length // traces.TOKENS_PER_ID)
+        known = [i in seen for i in r.hash_ids]
+        assert known == sorted(known, reverse=True)
+        kept = sum(known)
+        if kept:
+            soon += r.timestamp - seen[r.hash_ids[kept - 1]] < 10_000
+            branches += r.hash_ids[: kept + 1] != last[r.hash_ids[kept - 1]][: kept + 1]
+        for i in r.hash_ids:
+            seen[i], last[i] = r.timestamp, r.hash_ids
+    assert soon > 1000
+    assert branches > 1000

@@ -175,6 +175,53 @@ cdef class CoordinatorCore:
         km_find_hit(&search, length, False)
         return self.group_masks(sets)
 
+    def tail_blocks(self, num_tokens):
+        """What a hit of num_tokens rests on, but for the groups of full attention.
+
+        The numbers are those of lookups: blocks, or with partial hits hash blocks. A block that
+        EAGLE drops is among them.
+
+        Returns:
+            Per group the first of them and a Bitset from there on; None where there is none.
+        """
+        cdef int64_t length = as_int64(num_tokens, "num_tokens", 0, c_max_tokens), bit
+        cdef km_set_state sets[64]
+        cdef km_search search
+        cdef km_need need
+        cdef km_set_state *alone
+        cdef Bitset nothing, bits
+        cdef list found = [None] * self.n_groups, runs = [None] * self.n_sets
+        cdef int64_t end
+        cdef int i
+        nothing = new_bitset(0)
+        self.prepare(&search, sets, True)
+        for i in range(self.n_sets):
+            alone = &sets[i]
+            if alone.group.kind == KM_FULL:
+                continue
+            end = length
+            if alone.group.eagle and alone.group.kind != KM_STATE:
+                end += km_eagle_margin(&search, &alone.group)
+            alone.presence.nbits = end // (
+                self.hash_block if self.partial else alone.group.block_size
+            )
+            if alone.presence.nbits > nothing.n:
+                nothing = new_bitset(alone.presence.nbits)
+            alone.presence.known = nothing.words
+            km_find_set(&search, alone, end, alone.group.eagle)
+            if alone.has_need:
+                need = alone.need
+                bits = new_bitset(need.stop - need.first)
+                bit = need.first
+                while bit < need.stop:
+                    km_set(bits.words, bit - need.first)
+                    bit += need.stride
+                runs[i] = (need.first, bits)
+        for i in range(self.n_groups):
+            if self.set_of[i] >= 0:
+                found[i] = runs[self.set_of[i]]
+        return tuple(found)
+
     cdef list joint_presence(self, tuple present):
         """One bitset per set: the and of its groups, as long as the shortest."""
         cdef list joint = [None] * self.n_sets

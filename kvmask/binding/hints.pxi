@@ -21,6 +21,21 @@ cdef int64_t steps(BlockHashes digests, hash_block, alignment, num_tokens, int64
     )
 
 
+cdef uint64_t digest_tag(BlockHashes hashes, int64_t index) except? 0:
+    """Eight bytes of a digest, mixed: a caller's digests need not be uniform."""
+    cdef Py_ssize_t size = hashes.size
+    cdef const unsigned char *data
+    cdef uint64_t value = 0
+    if hashes.items is None:
+        data = hashes.data + index * size
+    else:
+        data = hashes.start_of(index, sizeof(uint64_t), &size)
+    memcpy(&value, data, min(size, <Py_ssize_t>sizeof(value)))
+    value *= 0x9E3779B97F4A7C15ULL
+    value ^= value >> 32
+    return value or 1
+
+
 cdef class HitHints:
     """A fixed-size table of prefix digests that were reusable a moment ago.
 
@@ -50,26 +65,12 @@ cdef class HitHints:
         """Number of slots."""
         return self.mask + 1
 
-    cdef uint64_t tag(self, BlockHashes hashes, int64_t index) except? 0:
-        """Eight bytes of a digest, mixed: a caller's digests need not be uniform."""
-        cdef Py_ssize_t size = hashes.size
-        cdef const unsigned char *data
-        cdef uint64_t value = 0
-        if hashes.items is None:
-            data = hashes.data + index * size
-        else:
-            data = hashes.start_of(index, sizeof(uint64_t), &size)
-        memcpy(&value, data, min(size, <Py_ssize_t>sizeof(value)))
-        value *= 0x9E3779B97F4A7C15ULL
-        value ^= value >> 32
-        return value or 1
-
     cdef int64_t longest(self, BlockHashes hashes, int64_t per_unit, int64_t units) except -1:
         """Units of the longest known prefix, taking it that shorter ones are known as well."""
         cdef int64_t low = 0, high = 1, middle
         cdef uint64_t value
         while high <= units:
-            value = self.tag(hashes, high * per_unit - 1)
+            value = digest_tag(hashes, high * per_unit - 1)
             if self.slots[value & self.mask] != value:
                 break
             low = high
@@ -78,7 +79,7 @@ cdef class HitHints:
             high = units + 1
         while high - low > 1:
             middle = (low + high) // 2
-            value = self.tag(hashes, middle * per_unit - 1)
+            value = digest_tag(hashes, middle * per_unit - 1)
             if self.slots[value & self.mask] == value:
                 low = middle
             else:
@@ -113,5 +114,5 @@ cdef class HitHints:
         cdef int64_t units = steps(digests, hash_block, alignment, num_tokens, &per_unit, &unit)
         cdef uint64_t value
         for i in range(self.longest(digests, per_unit, units) + 1, units + 1):
-            value = self.tag(digests, i * per_unit - 1)
+            value = digest_tag(digests, i * per_unit - 1)
             self.slots[value & self.mask] = value

@@ -14,6 +14,7 @@ from kvmask.plans.policy import (
     OVERSIZE,
     StorePolicy,
 )
+from kvmask.plans.renew import Renewals
 from kvmask.plans.results import BlockFailure, Handoff, LoadResult, SaveResult
 from kvmask.plans.save import SavePlan
 from kvmask.plans.scheme import Addresses, GroupScheme, Scheme
@@ -45,6 +46,7 @@ __all__ = [
     "Plan",
     "PlanTools",
     "PresenceMemo",
+    "Renewals",
     "SavePlan",
     "SaveResult",
     "Scheme",

@@ -53,6 +53,10 @@ class LookupPlan:
         strategy: ``"staged"`` or ``"exact"``.
         tools: Policy, hints, memos and counters; neutral ones by default.
 
+    Attributes:
+        scheme: The groups.
+        num_tokens: Tokens of the request.
+
     Raises:
         ArgumentError: A number is out of range, digests are missing, or they are known to be of
             another hash block size, algorithm or start.
@@ -85,6 +89,8 @@ class LookupPlan:
         "_started",
         "_tools",
         "_vouched",
+        "num_tokens",
+        "scheme",
     )
 
     def __init__(
@@ -100,10 +106,11 @@ class LookupPlan:
         self._started = time.perf_counter()
         self._in_store = 0.0
         self._called_at = 0.0
-        scheme = scheme_of(source)
+        self.scheme = scheme = scheme_of(source)
         self._tools = tools = tools_or_default(tools)
         staged = check_strategy(strategy) == "staged"
         num_tokens = check_integer(num_tokens, "num_tokens", 0, MAX_TOKENS)
+        self.num_tokens = num_tokens
         self._digests = digests = scheme.hashes(hashes)
         self._coord = coord = scheme.coord
         if scheme.covers:
@@ -137,6 +144,11 @@ class LookupPlan:
         self._breaker = tools.breaker
         self._begun = 0  # what `Breaker.outages` was when the call was let through
         self._result: Hit | None = None
+
+    @property
+    def hashes(self) -> BlockHashes:
+        """The digests of the request."""
+        return self._digests
 
     @property
     def asked(self) -> int:

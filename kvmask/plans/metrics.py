@@ -19,6 +19,8 @@ COUNTERS = {
     "failed_lookups": "Lookups that ended because the store did not answer",
     "outages": "Times that the store stopped answering",
     "spared_calls": "Calls not made because the store did not answer an earlier one",
+    "renewed_keys": "Keys asked again only to keep them in the store",
+    "dropped_renewals": "Hits whose keys were not renewed, or not all of them",
     "probes": "Existence calls of lookups",
     "hit_tokens": "Tokens of all hits",
     "lookup_store_seconds": "Time of lookups in the store's calls",

@@ -1,0 +1,152 @@
+"""Renewer: asks a store for what `Renewals` says, in a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvmask._core import read_answers
+from kvmask.plans.breaker import no_answer
+from kvmask.plans.lookup import LookupPlan
+from kvmask.plans.renew import Renewals
+from kvmask.plans.tools import PlanTools
+
+# Seconds between a hit and its first renewal, so that the answer is sent before; and between one
+# batch and the next, so that other threads get the interpreter.
+_PAUSE = 0.002
+
+
+class Renewer:
+    """A daemon thread that renews what hits make worth keeping.
+
+    It begins with the first hit. It asks in batches, and asks for none while a lookup is under way.
+    When the store does not answer, it drops what it has, and takes no hits for ten seconds. In a
+    forked child it does nothing.
+
+    Args:
+        renewals: What to ask for.
+        ask: Makes one existence call, like ``store.batch_is_exist``.
+        tools: Counters, policy, log and breaker of the engine's plans. Renewed keys are counted in
+            its ``stats``. An outage that the breaker remembers is not tried out here.
+    """
+
+    def __init__(
+        self,
+        renewals: Renewals,
+        ask: Callable[[list[str]], Any],
+        tools: PlanTools,
+    ) -> None:
+        self.renewals = renewals
+        self._ask = ask
+        self._tools = tools
+        self._lock = threading.Lock()
+        self._lookups = 0
+        self._wake = threading.Event()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        self._quiet_until = 0.0
+        self._noted_drops = 0
+
+    @contextlib.contextmanager
+    def lookup(self) -> Iterator[None]:
+        """Wrap a lookup: no batch begins before it is over."""
+        with self._lock:
+            self._lookups += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._lookups -= 1
+
+    def note(self, plan: LookupPlan) -> None:
+        """Take a lookup that is over, as `Renewals.note` does; not while the store is silent."""
+        if self._closed or time.monotonic() < self._quiet_until or os.getpid() != self._pid:
+            return
+        self.renewals.note(plan)
+        if not self.renewals.pending:
+            return
+        if self._thread is None:
+            self._start()
+        if not self._wake.is_set():
+            self._wake.set()
+
+    def clear(self) -> None:
+        """Forget what was noted and renewed."""
+        self.renewals.clear()
+
+    def close(self) -> None:
+        """End the thread, and wait for a call that it makes. Later hits are dropped."""
+        self._closed = True
+        self._wake.set()
+        thread = self._thread
+        if (
+            thread is not None
+            and os.getpid() == self._pid
+            and thread is not threading.current_thread()
+        ):
+            thread.join()
+        self.renewals.clear()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(
+                    target=self._run, name="kvmask-renewals", daemon=True
+                )
+                self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._wake.wait()
+            self._wake.clear()
+            try:
+                self._drain()
+            except Exception as error:  # such as no memory: nothing that an engine should end for
+                self.renewals.drop()
+                if self._tools.log is not None:
+                    self._tools.log.warning("what was to be renewed is dropped: %r", error)
+
+    def _drain(self) -> None:
+        while self.renewals.pending and not self._closed:
+            time.sleep(_PAUSE)
+            if self._lookups:
+                continue
+            keys = self.renewals.next_keys()
+            if keys and not self._renew(keys):
+                self.renewals.drop()
+        stats, dropped = self._tools.stats, self.renewals.dropped
+        if stats is not None and dropped > self._noted_drops:
+            stats.add(dropped_renewals=dropped - self._noted_drops)
+            self._noted_drops = dropped
+
+    def _renew(self, keys: list[str]) -> bool:
+        """Ask for keys; False when the store did not answer."""
+        tools, breaker = self._tools, self._tools.breaker
+        if breaker is not None and breaker.open:
+            return False
+        begun = 0 if breaker is None else breaker.outages
+        error: Exception | None = None
+        try:
+            codes = read_answers(self._ask(keys), len(keys))
+        except Exception as e:
+            error = e
+        else:
+            if tools.policy.outage(codes):
+                error = no_answer(codes)
+        if error is None:
+            if tools.stats is not None:
+                tools.stats.add(renewed_keys=len(keys))
+            return True
+        self._quiet_until = time.monotonic() + 10.0
+        if breaker is not None:
+            tools.unanswered(error, begun)
+        elif tools.log is not None:
+            tools.log.warning(
+                "the store failed to answer a renewal of %d keys: %r", len(keys), error
+            )
+        return False
