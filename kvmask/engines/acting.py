@@ -104,8 +104,8 @@ class Switch:
     ) -> Callable[..., Any]:
         """A function that calls ``own`` while kvmask is on, and else the engine's.
 
-        When ``own`` raises what the engine's function does not raise for the same arguments, that
-        is an internal error. So ``own`` must have no effect that a second call would repeat.
+        When ``own`` raises and the engine's function does not for the same arguments, that is an
+        internal error. So ``own`` must have no effect that a second call would repeat.
 
         Args:
             own: kvmask's function.
@@ -120,7 +120,10 @@ class Switch:
             try:
                 return own(*args, **kwargs)
             except Exception as error:
-                result = stock()(*args, **kwargs)  # raises when the arguments were wrong
+                try:
+                    result = stock()(*args, **kwargs)
+                except Exception:
+                    raise error from None  # the arguments were wrong
                 self.trip(where, error)
                 return result
 
