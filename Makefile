@@ -111,4 +111,4 @@ clean: ## remove what was built; the environments stay
 	rm -rf build dist *.egg-info kvmask/_core.c kvmask/_core*.so .pytest_cache .mypy_cache
 	rm -rf .ruff_cache .hypothesis .benchmarks
 	find $(wildcard kvmask tests bench scripts) -name __pycache__ -prune -exec rm -rf {} +
-	rm -f .venv/.stamp-build .venv-vllm/.stamp-build
+	rm -f .venv/.stamp-build .venv/.stamp-install .venv-vllm/.stamp-build .venv-vllm/.stamp-install

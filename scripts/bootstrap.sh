@@ -104,15 +104,23 @@ fi
 readarray -t sources < <(
     find kvmask \( -name '*.pyx' -o -name '*.pxd' -o -name '*.pxi' -o -name '*.h' \) | LC_ALL=C sort
 )
-wanted=$(digest "${sources[@]}" setup.py pyproject.toml <(echo "$version $PWD ${CC:-}"))
+settings=$(digest setup.py pyproject.toml <(echo "$version $PWD ${CC:-}"))
+wanted=$(digest "${sources[@]}" <(echo "$settings"))
 suffix=$("$py" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
 if ! done_before "$venv/.stamp-build" "$wanted" || [ ! -f "kvmask/_core$suffix" ]; then
     say "building kvmask"
-    "$py" setup.py -q build_ext --inplace >build/build.log 2>&1 &&
-        "$py" -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps -e . \
-            </dev/null >>build/build.log 2>&1 || {
+    # The stamps know of every change; Cython would go by the times of files.
+    rm -f kvmask/_core.c
+    if done_before "$venv/.stamp-install" "$settings"; then
+        build=("$py" setup.py -q build_ext --inplace --force)
+    else
+        # It builds in place, too: once is enough.
+        build=("$py" -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps -e .)
+    fi
+    "${build[@]}" </dev/null >build/build.log 2>&1 || {
         tail -n 40 build/build.log >&2
         fail "the build failed; the whole log is in build/build.log"
     }
+    echo "$settings" >"$venv/.stamp-install"
     echo "$wanted" >"$venv/.stamp-build"
 fi
