@@ -7,6 +7,7 @@ Environment knobs:
 """
 
 import os
+import re
 from pathlib import Path
 
 from Cython.Build import cythonize
@@ -18,6 +19,15 @@ def flag(name: str) -> bool:
 
 
 HERE = Path(__file__).parent
+
+
+def readme() -> str:
+    """The README as an index shows it: without the links and pictures of the repository."""
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    inside = r"\[([^]]*)\]\((?!https?://|#)[^)\s]+\)"
+    return re.sub(inside, r"\1", re.sub("!" + inside, "", text))
+
+
 compile_args = ["-std=c11", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-function"]
 # Cython's own output is not warning-clean at -Wextra.
 compile_args += ["-Wno-unused-parameter", "-Wno-missing-field-initializers", "-Wno-sign-compare"]
@@ -53,9 +63,11 @@ core = Extension(
 )
 
 setup(
+    long_description=readme(),
+    long_description_content_type="text/markdown",
     ext_modules=cythonize(
         [core],
         compiler_directives={"language_level": "3", "embedsignature": True},
         force=flag("KVMASK_DEBUG") or flag("KVMASK_SANITIZE"),
-    )
+    ),
 )

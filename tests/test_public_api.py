@@ -5,6 +5,7 @@ import doctest
 import importlib
 import importlib.util
 import inspect
+import json
 import pkgutil
 import re
 import subprocess
@@ -297,3 +298,32 @@ def test_types(page, mark, said):
         else:
             assert ": note: " in f":{text}" or text.startswith("note: "), line
     assert got == wanted
+
+
+@pytest.mark.parametrize("page", ["reveals.py", "wrong.py"])
+def test_types_by_the_other_checker(page):
+    """pyright refuses the same lines as mypy, and takes all others."""
+    pytest.importorskip("pyright")
+    path = HERE / "typing" / page
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable]
+    try:
+        done = subprocess.run(
+            [*command, str(path)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+            cwd=HERE,
+        )
+        report = json.loads(done.stdout)
+    except (subprocess.TimeoutExpired, ValueError):
+        pytest.skip("pyright fetches its program with npm, and got none")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    wanted = {i for i, line in enumerate(lines, 1) if re.search(r"# E: [a-z-]+$", line)}
+    found = {
+        item["range"]["start"]["line"] + 1
+        for item in report["generalDiagnostics"]
+        if item["severity"] == "error"
+    }
+    assert report["summary"]["filesAnalyzed"] == 1
+    assert found == wanted

@@ -1,0 +1,117 @@
+"""What is handed on: the source archive, the metadata, and the flags of the build."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import kvmask
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = Path(kvmask.__file__).parent
+if not (ROOT / "setup.py").exists():
+    pytest.skip("the build is not beside the tests", allow_module_level=True)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+FOLDERS = ("kvmask", "tests", "bench", "docs", "examples", "scripts")
+# What a build or a run leaves behind.
+LEFT = {".so", ".pyc"}
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory):
+    """The unpacked source archive, made from a copy of the sources."""
+    pytest.importorskip("Cython")
+    pytest.importorskip("setuptools", minversion="77.0.3")
+    folder = tmp_path_factory.mktemp("sdist")
+    skip = shutil.ignore_patterns("__pycache__", "*.so", ".*", "build", "dist", "*.egg-info")
+    shutil.copytree(ROOT, folder / "copy", ignore=skip)
+    for hidden in (".ci", ".clang-format"):
+        if (ROOT / hidden).is_dir():
+            shutil.copytree(ROOT / hidden, folder / "copy" / hidden)
+        elif (ROOT / hidden).exists():
+            shutil.copy(ROOT / hidden, folder / "copy" / hidden)
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "sdist", "-d", str(folder)],
+        cwd=folder / "copy",
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = folder.glob("*.tar.gz")
+    with tarfile.open(path) as made:
+        made.extractall(folder, filter="data")
+    return folder / path.name.removesuffix(".tar.gz")
+
+
+def test_the_archive_has_what_its_tests_need(archive):
+    there = {p.relative_to(archive) for p in archive.rglob("*") if p.is_file()}
+    here = {
+        p.relative_to(ROOT)
+        for folder in FOLDERS
+        for p in (ROOT / folder).rglob("*")
+        if p.is_file() and p.suffix not in LEFT and p.name not in ("_core.c", "_core.html")
+    }
+    assert here - there == set()
+    names = {str(p) for p in there}
+    assert {"Makefile", "pyproject.toml", "setup.py", "LICENSE", "README.md"} <= names
+
+
+def test_what_is_generated_is_not_in_the_archive(archive):
+    made = [p for p in archive.rglob("*") if p.suffix in LEFT or p.name == "_core.c"]
+    assert made == []
+
+
+def test_the_description_has_no_link_that_an_index_cannot_follow(archive):
+    text = (archive / "PKG-INFO").read_text(encoding="utf-8")
+    assert "MooncakeStoreConnector" in text
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert targets
+    assert [t for t in targets if not t.startswith(("https://", "#"))] == []
+
+
+def test_the_ranges_of_the_build_hold_what_is_installed():
+    from_pip = pytest.importorskip("packaging.requirements")
+    pinned = dict(
+        line.split("==")
+        for line in (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+        if "==" in line
+    )
+    for text in PROJECT["build-system"]["requires"]:
+        wanted = from_pip.Requirement(text)
+        assert pinned[wanted.name] in wanted.specifier
+
+
+def test_wheels_hold_no_sources_of_the_core():
+    assert PROJECT["tool"]["setuptools"]["package-data"] == {"kvmask": ["py.typed", "*.pyi"]}
+    assert PROJECT["tool"]["setuptools"]["include-package-data"] is False
+
+
+@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+def test_the_core_compiles_without_a_warning(compiler):
+    source, program = PACKAGE / "_core.c", shutil.which(compiler)
+    if program is None or not source.exists():
+        pytest.skip("no such compiler, or no generated source")
+    import sysconfig
+
+    text = (ROOT / "setup.py").read_text(encoding="utf-8")
+    flags = sorted(set(re.findall(r'"(-(?:W(?!l,)|std|f)[\w=-]+)"', text)) - {"-Werror"})
+    flags = [flag for flag in flags if not flag.startswith(("-fsanitize", "-fno-"))]
+    assert "-Wall" in flags
+    done = subprocess.run(
+        [
+            *(program, "-fsyntax-only", "-Werror", *flags, f"-I{PACKAGE / 'csrc'}"),
+            *(f"-I{sysconfig.get_path('include')}", str(source)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
