@@ -47,6 +47,12 @@ def digests(trees: Mapping[str, Tree]) -> dict[str, dict[str, str]]:
     }
 
 
+def trees_in(folder: Path) -> dict[str, Tree]:
+    """Version to sources, of the releases that are unpacked in a folder."""
+    found = {version: folder / f"vllm-{version}" for version in VERSIONS["VLLM"]}
+    return {version: Tree(path) for version, path in found.items() if (path / "vllm").is_dir()}
+
+
 def table(found: Mapping[str, Mapping[str, str]]) -> str:
     """The text of `kvmask.vllm.digests.DIGESTS`.
 
