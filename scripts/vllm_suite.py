@@ -106,6 +106,7 @@ def outcomes(unpacked: Path, ways: list[str], args: Any) -> dict[str, dict[str, 
         (work / "tests").symlink_to(unpacked / "tests")
         overlay = [] if args.version == VERSIONS["VLLM_INSTALLED"] else [str(unpacked)]
         arguments = ["-q", "-p", "no:cacheprovider", "-W", "ignore"]
+        arguments += [] if args.verbose else ["--tb=no"]  # to write them takes most of the time
         arguments += ["-k", args.expression] if args.expression else []
         files = (f"{TESTS}/test_mooncake_store_{name}.py" for name in args.files)
         arguments += [f for f in files if (unpacked / f).is_file()]
