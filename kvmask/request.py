@@ -13,7 +13,7 @@ from kvmask.plans.held import Held
 from kvmask.plans.load import LoadPlan
 from kvmask.plans.lookup import LookupPlan
 from kvmask.plans.results import Handoff, LoadResult, SaveResult
-from kvmask.plans.save import SavePlan, check_handoff
+from kvmask.plans.save import SavePlan, check_handoff, note_handoff
 from kvmask.plans.scheme import block_hashes, scheme_of
 from kvmask.plans.tools import PlanTools
 
@@ -87,7 +87,7 @@ class CacheRequest:
         self._reused = 0
         self._held: Held | None = None  # by the engine, at the lookup before the last load
         self._owner = object()  # what the results of this request's plans are known by
-        self._handoffs: list[Handoff] = []
+        self._handoffs: dict[tuple[int, int], int] = {}  # (group, boundary): block
         self._hasher: BlockHasher | None = None
         self._extra_keys: ExtraKeys | None = extra_keys
         self._hashes: BlockHashes | None = None
@@ -230,17 +230,7 @@ class CacheRequest:
                 another block was handed over for this boundary since the last save.
         """
         handoff = Handoff(group, num_tokens, block_id)
-        found, boundary, block_id = check_handoff(scheme_of(self.contract), handoff)
-        for known in self._handoffs:
-            if (known.group, known.num_tokens) == (found.index, boundary):
-                if known.block_id != block_id:
-                    raise ArgumentError(
-                        "`block_id` must be the one block of its boundary, "
-                        f"got {block_id} after {known.block_id} for {boundary} tokens "
-                        f"of group {found.name!r}"
-                    )
-                return
-        self._handoffs.append(Handoff(found.index, boundary, block_id))
+        note_handoff(self._handoffs, *check_handoff(scheme_of(self.contract), handoff))
 
     def lookup_plan(
         self, held: Any = 0, strategy: str = "staged", tools: PlanTools | None = None
@@ -380,7 +370,7 @@ class CacheRequest:
             num_tokens,
             start_token=self.mark,
             num_prompt_tokens=self.num_prompt_tokens,
-            handoffs=self._handoffs,
+            handoffs=[Handoff(*place, block) for place, block in self._handoffs.items()],
             event=event,
             tools=tools,
             reused_tokens=self._reused,
@@ -388,7 +378,7 @@ class CacheRequest:
             owner=self._owner,
         )
         # A later save must not read a block that may be in use again by then.
-        self._handoffs = []
+        self._handoffs = {}
         return plan
 
     def saved(self, result: SaveResult) -> SaveResult:

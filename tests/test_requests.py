@@ -7,6 +7,7 @@ from rig import Engine, contract_of, digests
 import kvmask
 from kvmask import FullAttention, LoadPlan, Mamba, SavePlan, SlidingWindow, drive
 from kvmask.errors import ArgumentError
+from kvmask.plans import Handoff
 
 np = pytest.importorskip("numpy")
 
@@ -163,6 +164,9 @@ def test_two_blocks_for_one_boundary_are_refused():
     plan = request.save_plan(source.bound, source.tables, 0)
     assert len(plan.keys) == 2
     request.hand_over("state", 64, 4)  # for the save after that
+    two = [Handoff(1, 64, 3), Handoff("state", 64, 4)]
+    with pytest.raises(ArgumentError, match="got 4 after 3 for 64 tokens of group 'state'"):
+        SavePlan(source.bound, digests(40), source.tables, 0, handoffs=two)
 
 
 def test_a_save_beyond_the_request_names_the_number_of_tokens():

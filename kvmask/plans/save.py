@@ -131,8 +131,9 @@ class SavePlan(BlockPlan):
                     mask = Bitset.from_bools(mask)
                 self._plan_group(group, mask, tails[g] if tails else None, rows[g])
         handed = () if type(handoffs) is tuple and not handoffs else _listed(handoffs)
+        known: dict[tuple[int, int], int] = {}
         for handoff in handed:
-            self._hand_over(handoff)
+            self._hand_over(handoff, known)
         # Digests that are known to be of one chain differ.
         if (handed or self._hashes.origin is None) and not self._policy.unique_keys:
             self._twin_keys()
@@ -188,9 +189,10 @@ class SavePlan(BlockPlan):
         if ids or tail is not None:
             self._add(group, planned, start, ids, tail)
 
-    def _hand_over(self, handoff: Handoff) -> None:
+    def _hand_over(self, handoff: Handoff, known: dict[tuple[int, int], int]) -> None:
         """Add a block that an engine hands over, when it is this rank's to write."""
         group, boundary, block_id = check_handoff(self._scheme, handoff)
+        note_handoff(known, group, boundary, block_id)
         unit = self._scheme.coord.hash_block_size
         if boundary // unit > len(self._hashes):
             raise ArgumentError(
@@ -513,6 +515,28 @@ def check_handoff(scheme: Scheme, handoff: Any) -> tuple[GroupScheme, int, int]:
             f"got {boundary} tokens and hash blocks of {unit}"
         )
     return known[0], boundary, check_integer(handoff.block_id, "the block of `handoffs`", 0)
+
+
+def note_handoff(
+    known: dict[tuple[int, int], int], group: GroupScheme, boundary: int, block_id: int
+) -> None:
+    """Note the block of a boundary.
+
+    Args:
+        known: Per index of the group and boundary the block that was handed over.
+        group: The group.
+        boundary: Tokens.
+        block_id: The block.
+
+    Raises:
+        ArgumentError: Another block was handed over for it.
+    """
+    first = known.setdefault((group.index, boundary), block_id)
+    if first != block_id:
+        raise ArgumentError(
+            "`block_id` must be the one block of its boundary, "
+            f"got {block_id} after {first} for {boundary} tokens of group {group.name!r}"
+        )
 
 
 def _check_masks(masks: Any, groups: int) -> None:

@@ -33,6 +33,7 @@ contract.request(hashes=[b"a"], num_tokens="16")  # E: arg-type
 kvmask.RankGrid(tp_size="8")  # E: arg-type
 kvmask.LookupPlan(contract, [b"a"])  # E: call-arg
 kvmask.LookupPlan(contract, [b"a"], 16, 4)  # E: call-arg
+contract.differences("text")  # E: arg-type
 kvmask.PlanTools(memo=5)  # E: arg-type
 kvmask.KVLayout.from_tensors([], "4")  # E: arg-type
 kvmask.hash_tokens([1], block_size="16")  # E: arg-type
@@ -42,5 +43,7 @@ def uses(kv: kvmask.KVTransfer, request: kvmask.CacheRequest, hit: kvmask.Hit) -
     kv.lookup([b"a"])  # E: arg-type
     kv.lookup(request, local_tokens=0)  # E: call-arg
     kv.load(request, hit)  # E: call-arg
+    request.saved(kv.load(request, hit, [[1]]))  # E: arg-type
+    kvmask.LoadPlan(contract, [b"a"], [[1]], hit)  # E: arg-type
     kv.save(request, [[1]], "16")  # E: arg-type
     hit.length = 3  # E: misc
