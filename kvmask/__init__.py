@@ -1,6 +1,6 @@
 """The compiled hot path of a KV-cache offload connector: masks, keys, addresses, hits."""
 
-from kvmask import mooncake
+from kvmask import _built, mooncake  # noqa: F401
 from kvmask._core import Bitset, BlockHashes, HitHints
 from kvmask.contract import BoundContract, Contract
 from kvmask.coordinator import Coordinator, Hit

@@ -1,5 +1,6 @@
 """What is handed on: the source archive, the metadata, and the flags of the build."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -115,3 +116,21 @@ def test_the_core_compiles_without_a_warning(compiler):
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_clone_that_is_not_built_says_what_to_do(tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / "kvmask", ignore=shutil.ignore_patterns("*.so", "_core.c"))
+    for module in ("kvmask", "kvmask.errors"):
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", f"import {module}"],  # without what is installed
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": ""},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 1
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith("ImportError: kvmask must be built for this Python")
+        assert f"got no compiled core in {tmp_path}: run `python setup.py build_ext" in last
