@@ -60,7 +60,8 @@ def test_explain_takes_groups_in_order_and_eagle_by_id(capsys):
         ),
         (
             "explain --hash-block 16 --tokens 64",
-            "kvmask: `explain` needs at least one of --full, --swa, --chunked, --mamba\n",
+            "kvmask: `explain` needs `--config` or at least one of --full, --swa, --chunked, "
+            "--mamba\n",
         ),
         (
             "explain --full 64 --hash-block 16 --tokens 64 --eagle 1",

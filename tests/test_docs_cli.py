@@ -37,6 +37,8 @@ def folder(tmp_path, monkeypatch, master, live_store):
     CONTRACT.write(tmp_path / "contract.json", with_seed=True)
     other = Contract(CONTRACT.groups, 16, VllmKeys("m"), Hashing(seed="another"), alignment=128)
     other.write(tmp_path / "other.json", with_seed=True)
+    config = ROOT / "tests" / "data" / "configs" / "gemma-3-27b.json"
+    (tmp_path / "config.json").write_text(config.read_text())
     (tmp_path / "prompt.json").write_text(json.dumps(TOKENS))
     settings = {"metadata_server": "P2PHANDSHAKE", "protocol": "tcp"}
     settings["master_server_address"] = master.address

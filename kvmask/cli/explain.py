@@ -1,14 +1,19 @@
-"""`kvmask explain`: draw masks as text, to show which blocks are stored, looked up and loaded."""
+"""Masks as text, to show which blocks are stored, looked up and loaded, and what that saves."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from kvmask._core import Bitset
+from kvmask.cli.terminal import Paint
 from kvmask.coordinator import Coordinator
 from kvmask.errors import ArgumentError
 from kvmask.groups import Group
 
 ALL, SOME, NONE = "#", "+", "."
+# Row of a picture to its colour on a terminal.
+COLOURS = {"store": "green", "lookup": "cyan", "load": "yellow"}
 # Blocks of all groups together. All masks of so many blocks take 100 MB.
 MAX_BLOCKS = 1 << 28
 
@@ -61,15 +66,57 @@ def draw_mask(
     return "".join(cells)
 
 
-def explain(
+@dataclass(frozen=True)
+class Row:
+    """One mask of one group.
+
+    Attributes:
+        name: "store", "lookup" or "load".
+        mask: A bit per block from `first` on; None: all are set.
+        first: First block of the mask.
+        count: Blocks of the mask.
+        used: Bits that are set.
+    """
+
+    name: str
+    mask: Bitset | None
+    first: int
+    count: int
+    used: int
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The masks of a prefix.
+
+    Attributes:
+        coord: The groups.
+        num_tokens: Tokens that were asked for.
+        length: Tokens of the prefix, aligned.
+        blocks: Per group its blocks.
+        rows: Per group its masks; none for a group that is not cacheable.
+    """
+
+    coord: Coordinator
+    num_tokens: int
+    length: int
+    blocks: tuple[int, ...]
+    rows: tuple[tuple[Row, ...], ...]
+
+    def used(self, name: str) -> list[int]:
+        """Per group the blocks of one kind of mask that are set."""
+        return [sum(row.used for row in rows if row.name == name) for rows in self.rows]
+
+
+def picture_of(
     coord: Coordinator,
     num_tokens: int,
     *,
     start_token: int = 0,
     num_prompt_tokens: int | None = None,
-    width: int = 64,
-) -> str:
-    """Draw the store, lookup and load mask of every group for a prefix of `num_tokens`.
+    states: bool = False,
+) -> Picture:
+    """The store, lookup and load mask of every group for a prefix of `num_tokens`.
 
     Args:
         coord: The groups.
@@ -77,40 +124,143 @@ def explain(
         start_token: First token of the store mask.
         num_prompt_tokens: Length of the prompt, for the replay boundaries of sparse retention.
             None means `num_tokens`.
-        width: Number of characters per mask.
+        states: Draw the states that are stored. Otherwise an engine hands them over.
 
     Raises:
         ArgumentError: There are more than `MAX_BLOCKS` blocks.
     """
     length = coord.align(num_tokens)
-    blocks = sum(-(-length // g.block_size) for g in coord.groups if g.prefix_cacheable)
+    totals = tuple(-(-length // g.block_size) for g in coord.groups)
+    blocks = sum(n for n, g in zip(totals, coord.groups, strict=True) if g.prefix_cacheable)
     if blocks > MAX_BLOCKS:
         raise ArgumentError(
             f"`tokens` must give at most {MAX_BLOCKS} blocks, got {blocks} for {num_tokens} tokens"
         )
-    tokens = str(length) if length == num_tokens else f"{length} of {num_tokens}"
     prompt = num_tokens if num_prompt_tokens is None else num_prompt_tokens
     masks = {
-        "store": coord.store_mask(length, start_token, prompt),
+        "store": coord.store_mask(length, start_token, prompt, states),
         "lookup": coord.lookup_mask(length),
         "load": coord.load_mask(length),
     }
-    retention = "dense" if coord.retention_interval is None else str(coord.retention_interval)
-    lines = [
-        f"{tokens} tokens, hash blocks of {coord.hash_block_size}, alignment {coord.alignment}, "
-        f"retention {retention}" + (", partial hits" if coord.partial_hits else ""),
-        f"{ALL} all blocks of a cell, {SOME} some, {NONE} none",
-    ]
+    rows = []
     for g, group in enumerate(coord.groups):
-        total = -(-length // group.block_size)
-        lines += ["", f"group {g}: {describe(group)}, {total} blocks"]
-        if not group.prefix_cacheable:
-            continue
-        for name, per_group in masks.items():
-            first = -(-start_token // group.block_size) if name == "store" else 0
-            mask, count = per_group[g], max(0, total - first)
-            used = count if mask is None else mask.count()
+        made = []
+        for name, per_group in masks.items() if group.prefix_cacheable else ():
             # The store mask starts at `start_token`. Blocks before it are not stored again.
-            picture = draw_mask(mask, total, width, first)
-            lines.append(f"  {name:6} {picture}  {used} of {count}")
+            first = -(-start_token // group.block_size) if name == "store" else 0
+            mask, count = per_group[g], max(0, totals[g] - first)
+            made.append(Row(name, mask, first, count, count if mask is None else mask.count()))
+        rows.append(tuple(made))
+    return Picture(coord, num_tokens, length, totals, tuple(rows))
+
+
+def heading(picture: Picture) -> str:
+    """What is drawn, in a line."""
+    coord, length = picture.coord, picture.length
+    tokens = str(length) if length == picture.num_tokens else f"{length} of {picture.num_tokens}"
+    retention = "dense" if coord.retention_interval is None else str(coord.retention_interval)
+    return (
+        f"{tokens} tokens, hash blocks of {coord.hash_block_size}, alignment {coord.alignment}, "
+        f"retention {retention}" + (", partial hits" if coord.partial_hits else "")
+    )
+
+
+def explain(
+    coord: Coordinator,
+    num_tokens: int,
+    *,
+    start_token: int = 0,
+    num_prompt_tokens: int | None = None,
+    width: int = 64,
+    paint: Paint | None = None,
+) -> str:
+    """Draw the masks of `picture_of` as text.
+
+    Args:
+        coord: As there.
+        num_tokens: As there.
+        start_token: As there.
+        num_prompt_tokens: As there.
+        width: Number of characters per mask.
+        paint: Colours of the masks; none by default.
+
+    Raises:
+        ArgumentError: There are more than `MAX_BLOCKS` blocks.
+    """
+    found = picture_of(
+        coord, num_tokens, start_token=start_token, num_prompt_tokens=num_prompt_tokens
+    )
+    return draw(found, width, Paint(on=False) if paint is None else paint)
+
+
+def draw(picture: Picture, width: int, paint: Paint, details: Sequence[str] = ()) -> str:
+    """A picture as text.
+
+    Args:
+        picture: The masks.
+        width: Number of characters per mask.
+        paint: Colours.
+        details: Per group what else is said of it.
+    """
+    lines = [heading(picture), f"{ALL} all blocks of a cell, {SOME} some, {NONE} none"]
+    for g, group in enumerate(picture.coord.groups):
+        total = picture.blocks[g]
+        more = f"; {details[g]}" if details and details[g] else ""
+        lines += ["", f"group {g}: {describe(group)}, {total} blocks{more}"]
+        for row in picture.rows[g]:
+            drawn = paint(draw_mask(row.mask, total, width, row.first), COLOURS[row.name])
+            lines.append(f"  {row.name:6} {drawn}  {row.used} of {row.count}")
     return "\n".join(lines)
+
+
+def size_text(num_bytes: float) -> str:
+    """A number of bytes for people.
+
+    >>> size_text(1536), size_text(12), size_text(3 << 30)
+    ('1.5 KiB', '12 B', '3 GiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if num_bytes < 1024 or unit == "TiB":
+            break
+        num_bytes /= 1024
+    digits = f"{num_bytes:.1f}" if num_bytes < 100 else f"{num_bytes:.0f}"
+    return f"{digits.removesuffix('.0')} {unit}"
+
+
+def savings(picture: Picture, block_bytes: Sequence[int | None]) -> list[list[str]]:
+    """What the masks leave of all blocks, as rows of a table.
+
+    Args:
+        picture: The masks.
+        block_bytes: Per group the bytes of one block; None: not known.
+    """
+    known = all(
+        size is not None or not rows for size, rows in zip(block_bytes, picture.rows, strict=True)
+    )
+    table = [["", "blocks", *(["bytes", "saved"] if known else ["saved"])]]
+    whole = [n if rows else 0 for n, rows in zip(picture.blocks, picture.rows, strict=True)]
+    rows = [("without masks", whole)]
+    rows += [(text, picture.used(name)) for name, text in _WORDS.items()]
+
+    def total(counts: Sequence[int]) -> int:
+        if not known:
+            return sum(counts)
+        return sum(n * (size or 0) for n, size in zip(counts, block_bytes, strict=True))
+
+    for text, counts in rows:
+        cells = [text, str(sum(counts))]
+        if known and text == "asked":
+            cells.append("")  # keys are asked for, no bytes
+        elif known:
+            cells.append(size_text(total(counts)))
+        of = (
+            sum(counts) / max(1, sum(whole))
+            if text == "asked"
+            else total(counts) / max(1, total(whole))
+        )
+        cells.append("" if counts is whole else f"{100 * (1 - of):.0f}%")
+        table.append(cells)
+    return table
+
+
+_WORDS = {"store": "stored", "lookup": "asked", "load": "loaded"}

@@ -6,10 +6,13 @@ import argparse
 from typing import Any
 
 from kvmask.cli.commands import add_command
-from kvmask.cli.explain import explain
+from kvmask.cli.demo import table
+from kvmask.cli.explain import draw, picture_of, savings, size_text
+from kvmask.cli.models import Layers, Model, model_of, read_config
 from kvmask.cli.numbers import natural, number, positive
-from kvmask.cli.options import GROUPS, add_group_options, common_block, make_groups
-from kvmask.cli.terminal import picture_width
+from kvmask.cli.options import GROUPS, add_group_options, common_block, flag_eagle, make_groups
+from kvmask.cli.svg import svg
+from kvmask.cli.terminal import Paint, picture_width
 from kvmask.coordinator import Coordinator
 from kvmask.errors import ArgumentError
 
@@ -17,12 +20,39 @@ from kvmask.errors import ArgumentError
 _BESIDE = 30
 
 
+def _model(args: argparse.Namespace) -> Model | None:
+    """The model of `--config`, if one is given."""
+    if args.config is None:
+        for name in ("block_size", "kv_bytes"):
+            if getattr(args, name) is not None:
+                raise ArgumentError(
+                    f"`--{name.replace('_', '-')}` is for `--config`, got it without one"
+                )
+        return None
+    if args.groups:
+        raise ArgumentError(
+            f"`--config` says which groups there are, got --{args.groups[0][0]} too"
+        )
+    return model_of(read_config(args.config), args.block_size, args.kv_bytes)
+
+
+def _details(layers: Layers) -> str:
+    """What is said of a group of a model."""
+    what = f" of {layers.what}" if layers.what else ""
+    size = "" if layers.block_bytes is None else f", {size_text(layers.block_bytes)} per block"
+    return f"{layers.count} layer{'s' if layers.count > 1 else ''}{what}{size}"
+
+
 def run_explain(args: argparse.Namespace) -> int:
     """Run the command."""
-    if not args.groups:
+    model = _model(args)
+    if model is None and not args.groups:
         options = ", ".join(f"--{option}" for option in GROUPS)
-        raise ArgumentError(f"`explain` needs at least one of {options}")
-    groups = make_groups(args.groups, args.eagle)
+        raise ArgumentError(f"`explain` needs `--config` or at least one of {options}")
+    if model is None:
+        groups = make_groups(args.groups, args.eagle)
+    else:
+        groups = flag_eagle(model.groups, args.eagle)
     coord = Coordinator(
         groups,
         hash_block_size=args.hash_block or common_block(groups),
@@ -35,15 +65,24 @@ def run_explain(args: argparse.Namespace) -> int:
             f"`--tokens` must be at least {coord.hit_alignment}, what hits are multiples of, "
             f"got {args.tokens}"
         )
-    print(
-        explain(
-            coord,
-            args.tokens,
-            start_token=args.start,
-            num_prompt_tokens=args.prompt,
-            width=args.width or picture_width(_BESIDE),
-        )
+    picture = picture_of(
+        coord,
+        args.tokens,
+        start_token=args.start,
+        num_prompt_tokens=args.prompt,
+        states=model is not None,
     )
+    details = () if model is None else tuple(map(_details, model.layers))
+    name = "" if model is None else model.name
+    if args.svg is not None:
+        with open(args.svg, "w", encoding="utf-8") as file:
+            file.write(svg(picture, name, details))
+    if model is not None:
+        print(f"{name}: {'; '.join(model.notes)}")
+    print(draw(picture, args.width or picture_width(_BESIDE), Paint(), details))
+    if model is not None:
+        print()
+        print(table(savings(picture, [layers.block_bytes for layers in model.layers])))
     return 0
 
 
@@ -54,9 +93,26 @@ def add_explain_command(commands: Any) -> None:
         "explain",
         "draw the masks of KV cache groups",
         "Draw which blocks of each KV cache group are stored, which ones a lookup asks for, and "
-        "which ones a load reads.",
-        "kvmask explain --full 64 --swa 16,32 --tokens 512",
+        "which ones a load reads. The groups are options, or those of a model's config.json.",
+        "kvmask explain --full 64 --swa 16,32 --tokens 512\n"
+        "kvmask explain --config config.json --tokens 32768 --svg picture.svg",
     )
+    parser.add_argument(
+        "--config", metavar="FILE", help="config.json of a model, or its folder: its groups"
+    )
+    parser.add_argument(
+        "--block-size",
+        type=positive,
+        metavar="TOKENS",
+        help="tokens per block, with --config; default: 16, more with state layers",
+    )
+    parser.add_argument(
+        "--kv-bytes",
+        type=number(1, 16),
+        metavar="BYTES",
+        help="bytes per number of the cache, with --config; default: the model's dtype",
+    )
+    parser.add_argument("--svg", metavar="FILE", help="also write the picture as SVG")
     add_group_options(parser)
     parser.add_argument("--tokens", type=positive, required=True, help="tokens of the prefix")
     parser.add_argument(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvmask.cli.key import ENGINES, make_schema
@@ -49,18 +50,29 @@ class GroupAction(argparse.Action):
 
 
 def make_groups(given: Sequence[tuple[str, list[int]]], eagle: Sequence[int] | None) -> list[Group]:
-    """Create groups from the command line.
-
-    `eagle` holds the ids of the EAGLE groups. Empty means all groups that support EAGLE.
-    """
-    if eagle is not None and any(not 0 <= g < len(given) for g in eagle):
-        raise ArgumentError(f"`eagle` must name groups below {len(given)}, got {list(eagle)}")
+    """Create groups from the command line; see `flag_eagle`."""
     groups: list[Group] = []
-    for g, (option, numbers) in enumerate(given):
+    for option, numbers in given:
         make, names, _, _ = GROUPS[option]
-        flag = eagle is not None and (g in eagle if eagle else make.drops_for_eagle)
-        groups.append(make(**dict(zip(names, numbers, strict=True)), eagle=flag))
-    return groups
+        groups.append(make(**dict(zip(names, numbers, strict=True))))
+    return flag_eagle(groups, eagle)
+
+
+def flag_eagle(groups: Sequence[Group], eagle: Sequence[int] | None) -> list[Group]:
+    """Flag groups for EAGLE.
+
+    Args:
+        groups: The groups.
+        eagle: Ids of the EAGLE groups. Empty means all groups that support EAGLE; None means none.
+    """
+    if eagle is None:
+        return list(groups)
+    if any(not 0 <= g < len(groups) for g in eagle):
+        raise ArgumentError(f"`eagle` must name groups below {len(groups)}, got {list(eagle)}")
+    return [
+        replace(group, eagle=g in eagle if eagle else group.drops_for_eagle)  # type: ignore[type-var]
+        for g, group in enumerate(groups)
+    ]
 
 
 def add_group_options(parser: Any) -> None:

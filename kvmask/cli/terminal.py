@@ -15,7 +15,7 @@ from typing import TextIO
 #: Characters per picture where the output is no terminal.
 PIPED_WIDTH = 64
 _LEAST, _MOST = 16, 240
-_COLOURS = {"red": "31", "green": "32", "cyan": "36", "dim": "2", "bold": "1"}
+_COLOURS = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2", "bold": "1"}
 
 
 def is_terminal(stream: TextIO | None) -> bool:
