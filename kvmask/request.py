@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -19,6 +20,8 @@ from kvmask.plans.tools import PlanTools
 
 # Per block from the first one on that is asked for: (first block, number of blocks) to extra keys.
 ExtraKeys = Sequence[tuple[Any, ...] | None] | Callable[[int, int], Sequence[Any]]
+
+_NUMBERS = itertools.count(1)
 
 
 class Agreement(Protocol):
@@ -86,7 +89,8 @@ class CacheRequest:
         self.hit: Hit | None = None
         self._reused = 0
         self._held: Held | None = None  # by the engine, at the lookup before the last load
-        self._owner = object()  # what the results of this request's plans are known by
+        # What the results of this request's plans are known by, also after a pickle.
+        self._owner = next(_NUMBERS)
         self._handoffs: dict[tuple[int, int], int] = {}  # (group, boundary): block
         self._hasher: BlockHasher | None = None
         self._extra_keys: ExtraKeys | None = extra_keys
@@ -323,7 +327,7 @@ class CacheRequest:
     def _check_owner(self, result: Any, kind: type[LoadResult] | type[SaveResult]) -> None:
         if not isinstance(result, kind):
             raise TypeError(f"`result` must be a {kind.__name__}, got {type(result).__name__}")
-        if result.owner is not None and result.owner is not self._owner:
+        if result.owner not in (None, self._owner):
             raise ArgumentError(
                 "`result` must be that of a plan of this request, got one of another request: "
                 f"{result}"
