@@ -5,6 +5,7 @@ from kvmask._core import Bitset, BlockHashes, HitHints
 from kvmask.contract import BoundContract, Contract
 from kvmask.coordinator import Coordinator, Hit
 from kvmask.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow
+from kvmask.guard import BounceMemory
 from kvmask.hashing import BlockHasher, Hashing, hash_tokens
 from kvmask.keys.strict import StrictKeys
 from kvmask.keys.vllm import VllmKeys
@@ -37,6 +38,7 @@ __all__ = [
     "BlockFailure",
     "BlockHasher",
     "BlockHashes",
+    "BounceMemory",
     "BoundContract",
     "Breaker",
     "CacheRequest",

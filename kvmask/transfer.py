@@ -11,7 +11,8 @@ from typing import Any
 from kvmask._core import HitHints
 from kvmask.contract import BoundContract, Contract
 from kvmask.coordinator import Hit
-from kvmask.errors import PlanStateError, StoreError
+from kvmask.errors import ArgumentError, PlanStateError, StoreError
+from kvmask.guard import BounceMemory, StoreGuard
 from kvmask.layout import merge_ranges
 from kvmask.mooncake.codes import Code, code_name
 from kvmask.mooncake.policy import MooncakePolicy
@@ -53,6 +54,10 @@ class KVTransfer:
         null_block: Id of the block tables' empty entry, never transferred; None when there is none.
         renew: What hits make worth keeping is asked again by a thread of its own, so that the store
             keeps it (docs/lookup.md). True makes a `Renewals`, None renews nothing.
+        bounce: Memory of the transfer's own that all bytes go through, so that bytes that come too
+            late never reach the engine's blocks. True takes the defaults of `BounceMemory`. The
+            store then gets to know that memory alone. Objects of a sealed contract need it when
+            they lie in device memory.
 
     Attributes:
         contract: The contract.
@@ -60,6 +65,8 @@ class KVTransfer:
 
     Raises:
         TypeError: An argument is of another kind.
+        ArgumentError: ``bounce`` is given for a contract without memory; or objects are sealed in
+            device memory without it.
         StoreError: The store refuses to register a storage; what was registered is undone.
     """
 
@@ -76,6 +83,7 @@ class KVTransfer:
         breaker: Breaker | bool | None = True,
         null_block: int | None = 0,
         renew: Renewals | bool | None = None,
+        bounce: BounceMemory | bool | None = None,
     ) -> None:
         if not isinstance(contract, Contract | BoundContract):
             raise TypeError(
@@ -98,6 +106,24 @@ class KVTransfer:
             raise TypeError(f"`renew` must be Renewals, a bool or None, got {type(renew).__name__}")
         renewals = Renewals() if renew is True else renew or None
         self._renewer = None if renewals is None else Renewer(renewals, self._exists, self.tools)
+        if not isinstance(bounce, BounceMemory | bool | None):
+            raise TypeError(
+                f"`bounce` must be BounceMemory, a bool or None, got {type(bounce).__name__}"
+            )
+        if bounce and not isinstance(contract, BoundContract):
+            raise ArgumentError("`bounce` needs a contract that is bound to memory, got none")
+        self._guard: StoreGuard | None = None
+        if isinstance(contract, BoundContract) and (bounce or contract.scheme.sealed):
+            self._guard = self.tools.guard = StoreGuard(
+                [layout for row in contract.layouts for layout in row],
+                self._register_one,
+                sealed=contract.scheme.sealed,
+                bounce=BounceMemory() if bounce is True else bounce or None,
+                policy=self.tools.policy,
+                stats=self.tools.stats,
+                log=self.tools.log,
+            )
+        self._chunks: list[Any] = []  # given back by the guard, until they are unregistered
         self._registered: list[int] = []
         self._lock = threading.Condition()
         self._running: list[int] = []  # the threads whose calls run
@@ -121,30 +147,45 @@ class KVTransfer:
 
     def _register(self) -> None:
         layouts = self.contract.layouts if isinstance(self.contract, BoundContract) else ()
-        storages = merge_ranges([s for row in layouts for layout in row for s in layout.storages])
-        for address, size in storages:
-            try:
-                code = self.store.register_buffer(address, size)
-            except Exception as e:
-                raise StoreError(
-                    f"the store must register {size} bytes at {address:#x}, got {e!r}"
-                ) from e
-            if code != 0:
-                twice = (
-                    ": memory that is registered already is refused so, by a transfer that is "
-                    "still open or by the engine"
-                    if code == Code.INVALID_PARAMS
-                    else ""
-                )
-                raise StoreError(
-                    f"the store must register {size} bytes at {address:#x}, "
-                    f"got code {code} ({code_name(code)}){twice}",
-                    code,
-                )
-            self._registered.append(address)
+        guard = self._guard
+        if guard is None or not guard.isolates:
+            storages = [s for row in layouts for layout in row for s in layout.storages]
+            for address, size in merge_ranges(storages):
+                self._register_one(address, size)
+                self._registered.append(address)
+        if guard is not None:
+            guard.chunks.fill()
+
+    def _register_one(self, address: int, size: int) -> None:
+        try:
+            code = self.store.register_buffer(address, size)
+        except Exception as e:
+            raise StoreError(
+                f"the store must register {size} bytes at {address:#x}, got {e!r}"
+            ) from e
+        if code != 0:
+            twice = (
+                ": memory that is registered already is refused so, by a transfer that is "
+                "still open or by the engine"
+                if code == Code.INVALID_PARAMS
+                else ""
+            )
+            raise StoreError(
+                f"the store must register {size} bytes at {address:#x}, "
+                f"got code {code} ({code_name(code)}){twice}",
+                code,
+            )
+
+    def _close_guard(self) -> None:
+        """Have the guard's memory unregistered too, but what is retired."""
+        if self._guard is not None:
+            chunks = self._guard.chunks.close()
+            self._chunks += chunks
+            self._registered += [chunk.address for chunk in chunks]
 
     def _undo(self) -> None:
         """Unregister what can be; the error that led here is the one to be told."""
+        self._close_guard()
         while self._registered:
             with contextlib.suppress(Exception):
                 self.store.unregister_buffer(self._registered.pop())
@@ -171,6 +212,7 @@ class KVTransfer:
             self._closed = True
             while self._running:
                 self._lock.wait()
+            self._close_guard()
             left: list[int] = []
             cause: Exception | None = None
             shown, last = "", None
@@ -189,12 +231,29 @@ class KVTransfer:
             finally:
                 # An interrupt leaves the rest to the next call.
                 self._registered += left[::-1]
+            if not self._registered:
+                while self._chunks:
+                    self._chunks.pop().free()
         if left:
             raise StoreError(
                 "the store must unregister every storage, "
                 f"got {shown} for {len(left)} of them, at {left[-1]:#x} first",
                 last,
             ) from cause
+
+    def release_retired(self) -> int:
+        """Free the bounce memory that was retired, once the store's client is closed.
+
+        Until then a call that timed out can still read or write it. Without this call it stays for
+        as long as the process lives.
+
+        Returns:
+            The bytes that were freed.
+
+        Raises:
+            PlanStateError: The transfer is not closed.
+        """
+        return 0 if self._guard is None else self._guard.chunks.release()
 
     def _run(self, plan: Plan) -> Any:
         """Run a plan, unless the transfer is closed; `close` waits for it."""

@@ -17,6 +17,7 @@ TESTS = Path(__file__).parent
 MOST = 3000
 
 CHILD = r"""
+import ctypes
 import pickle
 import sys
 from functools import partial
@@ -75,6 +76,15 @@ def hinted():
     hints = HitHints(64)
     hints.learn(flat, 16, 32, 384)
     return hints.predict(others, 16, 32, 384)
+
+
+_MEMORY = bytearray(range(64))
+_ADDRESS = ctypes.addressof(ctypes.c_char.from_buffer(_MEMORY))
+
+
+def copied(copy):
+    copy([[_ADDRESS, _ADDRESS + 9]], [[4, 5]], [_ADDRESS + 32])
+    return bytes(_MEMORY)
 
 
 def grown():
@@ -143,6 +153,10 @@ CASES = {
     "regions": lambda: Regions([(1 << 40, 64, 64), (1 << 41, 64, 64)], 9).find_overlap(),
     "addresses": lambda: regions.addresses([1, 2, 70000], 0),
     "addresses refused": refused(regions.addresses, [1, -1]),
+    "copies": lambda: copied(_core.gather),
+    "copies back": lambda: copied(_core.scatter),
+    "copies refused": refused(_core.gather, [[4096]], [[1]], []),
+    "copies seen": lambda: bytes(_core.memory_at(_ADDRESS, 8)),
     "rows": kept_rows,
     "hints": hinted,
     "present bits": lambda: _core.present_bits(flat, {(0, listed[1]), (0, listed[3])}, 0, 2, 12),
@@ -277,7 +291,7 @@ def run_child(words: str) -> subprocess.CompletedProcess:
         "a|masks",
         "lookup|held",
         "on",
-        "blocks|missing|answers|repeated|pieces|regions|addresses|rows|hints|present",
+        "blocks|missing|answers|repeated|pieces|regions|addresses|rows|hints|present|copies",
         "token|tokens|one|split|chain|hash_tokens",
     ],
 )

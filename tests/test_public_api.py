@@ -78,6 +78,7 @@ STAGES = {
     "plans": 3,
     "request": 3,
     "contract": 3,
+    "guard": 4,
     "mooncake": 4,
     "renewer": 4,
     "transfer": 4,

@@ -41,6 +41,7 @@ from kvmask.contract.shape import (
 from kvmask.contract.templates import (
     FilledGroup,
     check_engine,
+    check_sealed,
     check_templates,
     group_numbers,
     template_fields,
@@ -91,6 +92,8 @@ class Contract(Portable):
         payload: Per group, by name or in order: the KVLayout of any one rank (one per shard), a
             PayloadFacts, or None. Their facts are kept, not their memory.
         facts: What else the bytes depend on: names to text, integers, booleans or None.
+        sealed: Every object carries a checksum of its bytes and key, which a load verifies. Needs
+            strict keys. In device memory it needs a transfer with bounce memory.
 
     Attributes:
         names: Names of the groups.
@@ -103,6 +106,7 @@ class Contract(Portable):
         payload: Per group the facts that all ranks share, one entry per object of a block; None
             where nobody stated them.
         facts: The user's facts, with those of the templates.
+        sealed: As given.
         fingerprint: 16 hex digits of all that shapes keys or bytes. The same in every process.
         scheme: What plans take; without memory, so for lookups alone.
 
@@ -128,6 +132,7 @@ class Contract(Portable):
         "payload",
         "ranks",
         "scheme",
+        "sealed",
         "states",
     )
 
@@ -140,6 +145,7 @@ class Contract(Portable):
     ranks: RankGrid
     payload: tuple[tuple[PayloadFacts, ...] | None, ...]
     facts: Mapping[str, Fact]
+    sealed: bool
     fingerprint: str
     scheme: Scheme
     _filled: tuple[FilledGroup, ...]
@@ -159,6 +165,7 @@ class Contract(Portable):
         ranks: RankGrid = _NO_GRID,
         payload: Any = None,
         facts: Mapping[str, Fact] | None = None,
+        sealed: bool = False,
     ) -> None:
         names, members = named_groups(groups)
         if hashing is _DEFAULT:
@@ -167,6 +174,7 @@ class Contract(Portable):
             (hashing, Hashing | None, "hashing", "a Hashing, such as Hashing('sha256'), or None"),
             (ranks, RankGrid, "ranks", "RankGrid"),
             (partial_hits, bool, "partial_hits", "bool"),
+            (sealed, bool, "sealed", "bool"),
         ):
             if not isinstance(value, kind):
                 raise TypeError(f"`{name}` must be {shown}, got {type(value).__name__}")
@@ -184,6 +192,8 @@ class Contract(Portable):
         cacheable = [group.prefix_cacheable for group in members]
         templates = check_templates(keys, names, cacheable)
         check_engine(templates, kinds, ranks)
+        if sealed:
+            check_sealed(templates)
         numbers = group_numbers(templates)
         shares = ranks.groups(
             names,
@@ -221,11 +231,21 @@ class Contract(Portable):
             ranks=ranks,
             payload=described,
             facts=MappingProxyType(stated),
+            sealed=sealed,
             _filled=filled,
             _local=MappingProxyType({}),
         )
         fingerprint = digest(
-            shape(filled, members, coordinator.hash_block_size, hashing, ranks, described, stated)
+            shape(
+                filled,
+                members,
+                coordinator.hash_block_size,
+                hashing,
+                ranks,
+                described,
+                stated,
+                sealed,
+            )
         )
         filled = tuple(
             FilledGroup(
@@ -238,7 +258,7 @@ class Contract(Portable):
         self._set(fingerprint=fingerprint, _filled=filled)
         self._set(
             scheme=lookup_scheme(
-                coordinator, names, filled, ranks, states == "table", self.check_hashes
+                coordinator, names, filled, ranks, states == "table", sealed, self.check_hashes
             )
         )
 
@@ -455,6 +475,7 @@ class Contract(Portable):
             self.ranks,
             self.payload,
             dict(self.facts),
+            self.sealed,
             dict(self._local),
         )
 

@@ -69,7 +69,9 @@ def _shaping(contract: Contract) -> dict[str, Any]:
         contract.ranks,
         contract.payload,
         contract.facts,
+        contract.sealed,
     )
+    plain["sealed"] = contract.sealed
     plain["groups"] = [
         {**_named(_GROUP, row), **dict(row[len(_GROUP) :])} for row in plain["groups"]
     ]

@@ -8,6 +8,7 @@
      "hash_block_size", "alignment", "retention_interval", "partial_hits", "states",
      "keys": {"format", its fields} | null when the groups have their own,
      "facts": {name: value},
+     "sealed": true, only where objects are,
      "ranks": {fields of RankGrid that are not the default},
      "groups": [{"name", "kind", fields of the kind, "spec",
                  "keys": [one per object of a block],
@@ -63,6 +64,8 @@ def encode(contract: Any, *, with_seed: bool) -> str:
         "states": contract.states,
         "keys": None if own_keys else _schema_fields(first),
         "facts": dict(contract.facts),
+        # Not where it is false: older releases read such a contract too.
+        **({"sealed": True} if contract.sealed else {}),
         "ranks": _grid_fields(contract.ranks),
         "groups": [
             _group_fields(contract, index, own_keys) for index in range(len(contract.groups))
@@ -280,6 +283,7 @@ def decode(
         "partial_hits": top.take("partial_hits", bool),
         "states": top.take("states", str),
         "facts": top.take("facts", dict),
+        "sealed": top.take("sealed", bool, False),
     }
     if hashing is None and (seed is not None or start is not None):
         raise ArgumentError("`seed` must be None for a contract without hashing, got one")

@@ -19,6 +19,7 @@ def lookup_scheme(
     filled: Sequence[FilledGroup],
     grid: RankGrid,
     states: bool,
+    sealed: bool,
     check_hashes: Callable[[BlockHashes], None],
 ) -> Scheme:
     """The scheme of a contract without memory: the namespaces of all ranks."""
@@ -38,7 +39,13 @@ def lookup_scheme(
                 eviction=eviction_of(filled[index], grid),
             )
         )
-    return Scheme(coord=coordinator, groups=tuple(groups), states=states, check_hashes=check_hashes)
+    return Scheme(
+        coord=coordinator,
+        groups=tuple(groups),
+        states=states,
+        sealed=sealed,
+        check_hashes=check_hashes,
+    )
 
 
 def bound_scheme(

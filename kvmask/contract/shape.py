@@ -20,6 +20,8 @@ from kvmask.ranks import Namespace, RankGrid
 
 # What layouts say; facts of these names beside them would be a second opinion.
 _LAYOUT_FACTS = frozenset({"dtype", "layout", "token_bytes", "layers", "block_bytes"})
+# How objects are sealed: see `kvmask.guard.seal`.
+SEAL = "xxh3-128"
 _FIRST = (Namespace(0, 0, 0, 0),)
 # Fields of a group that engines may differ in and still share blocks. All others shape the bytes.
 _LOCAL = frozenset({"prefix_cacheable", "eagle", "extra_retained_tokens", "spec"})
@@ -135,10 +137,13 @@ def shape(
     grid: RankGrid,
     payload: Sequence[tuple[PayloadFacts, ...] | None],
     facts: Mapping[str, Fact],
+    sealed: bool,
 ) -> dict[str, Any]:
     """All that shapes keys or bytes, as plain values; of the cacheable groups alone."""
     used = [i for i, group in enumerate(filled) if group.templates]
     return {
+        # Left out where there are no seals: the fingerprints of such contracts stay.
+        **({"sealed": SEAL} if sealed else {}),
         "groups": [_numbers(groups[i]) for i in used],
         "hash": hashing and [hashing.algorithm, hashing.check, hashing.tags_extra_keys],
         "hash_block_size": int(hash_block_size),

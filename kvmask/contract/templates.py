@@ -106,6 +106,16 @@ def check_engine(templates: Sequence[Templates], kinds: Sequence[str], grid: Ran
                 _check_vllm(schema, templates, kinds, grid)
 
 
+def check_sealed(templates: Sequence[Templates]) -> None:
+    """Refuse seals under keys that do not say so: readers would take them for bytes of a block."""
+    for schema in (schema for row in templates for schema in row):
+        if not isinstance(schema, StrictKeys):
+            raise ArgumentError(
+                "`sealed` needs StrictKeys, whose fingerprint says that objects are sealed, "
+                f"got {type(schema).__name__}"
+            )
+
+
 def _check_vllm(
     schema: VllmKeys, templates: Sequence[Templates], kinds: Sequence[str], grid: RankGrid
 ) -> None:

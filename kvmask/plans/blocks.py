@@ -16,7 +16,7 @@ from kvmask._core import (
 )
 from kvmask.errors import ArgumentError, PlanStateError
 from kvmask.plans.breaker import Breaker, no_answer
-from kvmask.plans.calls import WAIT, Call, check_event, is_wrong_call, new_call
+from kvmask.plans.calls import WAIT, Call, Guard, check_event, is_wrong_call, new_call
 from kvmask.plans.policy import CALL_FAILED, NOT_TRIED, OVERSIZE, StorePolicy
 from kvmask.plans.results import BlockFailure, describe
 from kvmask.plans.scheme import GroupScheme, Scheme, scheme_of
@@ -69,6 +69,14 @@ def block_tables(scheme: Scheme, tables: Any) -> list[list[int]]:
     return rows
 
 
+def _check_guard(guard: Guard | None, sealed: bool) -> None:
+    if (guard is not None and guard.seals) != sealed:
+        raise PlanStateError(
+            "a sealed contract, and no other, needs tools that seal (`KVTransfer.tools`), "
+            f"got sealed={sealed} and guard {guard!r}"
+        )
+
+
 @dataclass(slots=True)
 class Entries:
     """The keys of one group: block-major, the shards of one block together."""
@@ -111,6 +119,7 @@ class BlockPlan:
         "_failed",
         "_failures",
         "_finished",
+        "_guard",
         "_hashes",
         "_moved",
         "_num_bytes",
@@ -140,6 +149,9 @@ class BlockPlan:
         self._scheme = scheme_of(source, memory=True)
         self._tools = tools_or_default(tools)
         self._policy = self._tools.policy
+        self._guard = guard = self._tools.guard
+        if guard is not None or self._scheme.sealed:
+            _check_guard(guard, self._scheme.sealed)
         self._hashes = self._scheme.hashes(hashes)
         if event is not None:
             check_event(event)
@@ -294,6 +306,8 @@ class BlockPlan:
         """
         entries, i = self.entry_of(position)
         group = entries.group
+        if unsettled and self._guard is not None:
+            unsettled = not self._guard.isolates
         self._failed.add(position)
         self._failures.append(
             BlockFailure(
@@ -311,12 +325,15 @@ class BlockPlan:
     def _cut(self, keys: list[str], addresses: Rows, sizes: Rows, *, put: bool) -> None:
         """Plan the calls for these keys; what no call can hold has failed."""
         self._batch = keys, addresses, sizes
-        policy = self._policy
-        if put and type(policy).cut_put is StorePolicy.cut_put:  # it never cuts
+        policy, guard = self._policy, self._guard
+        if guard is None and put and type(policy).cut_put is StorePolicy.cut_put:  # it never cuts
             self._calls = [(0, len(keys))] if keys else []
             return
         cut = policy.cut_put if put else policy.cut_get
-        calls, oversize = cut(self._bytes(), sizes)
+        if guard is None:
+            calls, oversize = cut(self._bytes(), sizes)
+        else:
+            calls, oversize = guard.cut(cut, self._bytes(), sizes)
         if not oversize and len(calls) == 1 and calls[0] == (0, len(keys)):
             self._calls = [(0, len(keys))]
             return

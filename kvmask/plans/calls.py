@@ -102,6 +102,31 @@ class Store(Protocol):
         ...
 
 
+class Guard(Protocol):
+    """Stands between plans and the store's puts and gets: bounce memory, seals.
+
+    `kvmask.guard.StoreGuard` is one. A `KVTransfer` makes it and puts it into its tools.
+    """
+
+    @property
+    def isolates(self) -> bool:
+        """Whether the store never touches the engine's blocks."""
+        ...
+
+    @property
+    def seals(self) -> bool:
+        """Whether objects carry a checksum."""
+        ...
+
+    def cut(self, cut: Any, num_bytes: list[int], sizes: Any, /) -> tuple[Any, list[int]]:
+        """Cut keys into calls with a policy's ``cut_put`` or ``cut_get``; see `StorePolicy`."""
+        ...
+
+    def run(self, store: Any, name: str, args: tuple[Any, ...], /) -> Sequence[int]:
+        """Make a put or get of the engine's blocks; the answer is as if there were no guard."""
+        ...
+
+
 class Call(NamedTuple):
     """One call that a plan wants to be made.
 
@@ -109,11 +134,14 @@ class Call(NamedTuple):
         name: `EXISTS`, `PUT`, `GET` or `WAIT`.
         args: Its positional arguments. The keys come first.
         num_bytes: Bytes that a put or get moves; 0 otherwise.
+        guard: What makes a put or get in place of the store, or None. Addresses and sizes are then
+            not those that the store sees, so make the call by `run`.
     """
 
     name: str
     args: tuple[Any, ...]
     num_bytes: int = 0
+    guard: Guard | None = None
 
     def run(self, store: Any) -> Any:
         """Make the call, and return the answer that the plan is to be fed with.
@@ -124,14 +152,18 @@ class Call(NamedTuple):
         Returns:
             The store's answer; of a wait what ``synchronize`` returned.
         """
+        if self.guard is not None:
+            return self.guard.run(store, self.name, self.args)
         if self.name == WAIT:
             return self.args[0].synchronize()
         return getattr(store, self.name)(*self.args)
 
 
-def new_call(name: str, args: tuple[Any, ...], num_bytes: int = 0) -> Call:
+def new_call(
+    name: str, args: tuple[Any, ...], num_bytes: int = 0, guard: Guard | None = None
+) -> Call:
     """A Call, made without the detour of a NamedTuple's constructor."""
-    return _new(Call, (name, args, num_bytes))
+    return _new(Call, (name, args, num_bytes, guard))
 
 
 class Plan(Protocol):

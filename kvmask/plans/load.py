@@ -175,7 +175,7 @@ class LoadPlan(BlockPlan):
                 self._renewing = True
                 return new_call(EXISTS, (self._batch[0][start:stop],))
             self._renewing = False
-        return new_call(GET, self._slice(), self._call_bytes)
+        return new_call(GET, self._slice(), self._call_bytes, self._guard)
 
     def feed(self, answer: Any) -> tuple[BlockFailure, ...]:
         """Take the answer to the last call; of a get only the planned number of bytes is good.

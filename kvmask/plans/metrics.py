@@ -31,6 +31,8 @@ COUNTERS = {
     "save_present_keys": "Planned keys that the store had already",
     "save_failed_keys": "Keys that were not written",
     "save_quarantined_blocks": "Blocks of failed saves that the store may still read",
+    "broken_seals": "Objects read that did not hold what was put under their key",
+    "retired_bytes": "Bounce memory of calls that may still go on",
     "loads": "Loads finished",
     "loaded_keys": "Keys read",
     "loaded_bytes": "Bytes read",

@@ -14,6 +14,10 @@ CALL_FAILED = -900  # the call raised
 MALFORMED_ANSWER = -10_001  # the answer does not fit the call
 NOT_TRIED = -10_002  # no call was made for it, because an earlier one had failed
 OVERSIZE = -600  # more than one call can hold
+BROKEN_SEAL = -10_003  # the object does not hold what was put under its key
+NO_BOUNCE = -10_004  # all bounce memory is retired
+# Of these, those that leave nothing under way.
+SETTLED = frozenset({NOT_TRIED, BROKEN_SEAL, NO_BOUNCE})
 
 
 class StorePolicy:
@@ -78,7 +82,7 @@ class StorePolicy:
         Args:
             code: The code of one key.
         """
-        return code in self.settled_codes
+        return code in self.settled_codes or code in SETTLED
 
     def cut_put(
         self, num_bytes: Sequence[int], sizes: Sequence[Sequence[int]]

@@ -233,7 +233,8 @@ class SavePlan(BlockPlan):
         keys, addresses, sizes = self._slice()
         policy = self._policy
         ids = self._group_ids(*self._range) if policy.names_groups else None
-        return new_call(PUT, (keys, addresses, sizes, *policy.put_arguments(ids)), self._call_bytes)
+        args = (keys, addresses, sizes, *policy.put_arguments(ids))
+        return new_call(PUT, args, self._call_bytes, self._guard)
 
     def _group_ids(self, start: int, stop: int) -> list[str]:
         """Per key of a put, the id of what the store evicts together."""

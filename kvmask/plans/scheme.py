@@ -141,6 +141,7 @@ class Scheme:
             hand-offs.
         bound: The scheme has memory: saves and loads are possible.
         rank: Loads of different ranks begin at different keys.
+        sealed: Every object carries a checksum of its bytes and key.
         check_hashes: Refuses digests that are not of this scheme; None takes all.
         covers: Whether a lookup demands a digest for every full hash block of its tokens.
         namespaces: The namespaces of all groups.
@@ -152,6 +153,7 @@ class Scheme:
     states: bool = True
     bound: bool = False
     rank: int = 0
+    sealed: bool = False
     check_hashes: Callable[[BlockHashes], None] | None = None
     covers: bool = True
     namespaces: tuple[tuple[KeyBuilder, ...], ...] = field(init=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvmask._core import MAX_TOKENS, HitHints, check_integer
 from kvmask.plans.breaker import Breaker
+from kvmask.plans.calls import Guard
 from kvmask.plans.costs import DEFAULT_COSTS, CostModel
 from kvmask.plans.memo import AbsenceMemo, PresenceMemo
 from kvmask.plans.metrics import TransferStats
@@ -30,6 +31,8 @@ class PlanTools:
             call. True makes one, None keeps none. Tools of one store share it.
         null_block: The id of a block table's empty entry, which is never transferred; None when
             there is none.
+        guard: Makes puts and gets in place of the store: bounce memory and seals. `KVTransfer`
+            makes one for its own memory.
         stats: False keeps no counters.
         log: Where a plan's failures are logged, once per plan; None logs nothing. With a breaker,
             an outage is logged once when it begins and once when it ends.
@@ -47,6 +50,7 @@ class PlanTools:
         "breaker",
         "costs",
         "failed_loads",
+        "guard",
         "hints",
         "log",
         "memo",
@@ -66,6 +70,7 @@ class PlanTools:
         failed_loads: AbsenceMemo | None = None,
         breaker: Breaker | bool | None = None,
         null_block: int | None = 0,
+        guard: Guard | None = None,
         stats: bool = True,
         log: logging.Logger | None = logger,
     ) -> None:
@@ -89,6 +94,7 @@ class PlanTools:
         self.failed_loads = failed_loads
         self.breaker = Breaker() if breaker is True else breaker or None
         self.null_block = null_block
+        self.guard = guard
         self.log = log
         self.stats = TransferStats() if stats else None
         kept = (self.stats, self.memo, self.failed_loads, self.hints)
