@@ -1,7 +1,5 @@
 """`"local_aware"`: what the GPU holds is not asked, and never taken for loadable."""
 
-from types import SimpleNamespace
-
 import pytest
 
 pytest.importorskip("vllm")
@@ -13,7 +11,7 @@ from vllm_oracle import digest
 from kvmask import FullAttention
 from kvmask.errors import ArgumentError
 from kvmask.vllm import local
-from kvmask.vllm.releases import LOOKUP_MSG, fitting
+from kvmask.vllm.releases import fitting
 
 pytestmark = pytest.mark.vllm
 
@@ -52,67 +50,6 @@ def test_hits_that_reach_past_the_local_tokens_are_stocks():
                 assert found >= stock, case
             longer += found > held >= stock
     assert longer  # holes below the local hit do not matter
-
-
-class Wire:
-    """A socket that keeps what is sent and answers with a hit."""
-
-    def __init__(self, hit: int) -> None:
-        self.hit = hit
-        self.frames: list[tuple[bytes, ...]] = []
-
-    def send_multipart(self, frames, copy):
-        self.frames.append(frames)
-
-    def recv(self) -> bytes:
-        return self.hit.to_bytes(4, "big")
-
-
-class Now:
-    """An executor that runs at once, or not until it is told to."""
-
-    def __init__(self) -> None:
-        self.wait = False
-
-    def submit(self, call, *args):
-        outcome = call(*args)
-        return SimpleNamespace(
-            done=lambda: not self.wait, result=lambda: outcome, cancel=lambda: None
-        )
-
-
-def client(hit: int):
-    made = object.__new__(local.LocalClient)
-    made.socket, made.executor, made.futures = Wire(hit), Now(), {}
-    scheduler = SimpleNamespace(client=made, _block_size=64)
-    local.adopt_client(scheduler)
-    return scheduler, made
-
-
-def test_what_goes_over_the_wire():
-    scheduler, made = client(192)
-    local.tell(scheduler, 100)  # rounded down to the scheduler block
-    assert made.lookup("r", 300, [b"ab", b"cd"]).hit_length == 192
-    message, tokens, size, blob = made.socket.frames[0]
-    assert (message, size, blob) == (LOOKUP_MSG, b"\x00\x02", b"abcd")
-    assert local.unpack(int.from_bytes(tokens, "big")) == (300, 64)
-    assert not made.kvmask_local
-
-
-def test_a_result_that_rests_on_tokens_that_are_gone_is_none():
-    scheduler, made = client(192)
-    made.executor.wait = True
-    local.tell(scheduler, 128)
-    assert made.lookup("r", 300, [b"ab"], non_block=True) is None
-    made.executor.wait = False
-    local.tell(scheduler, 64)  # the GPU has let go of a block meanwhile
-    assert made.lookup("r", 300, [b"ab"], non_block=True).hit_length == 0
-    made.executor.wait = True
-    local.tell(scheduler, 128)
-    assert made.lookup("r", 300, [b"ab"], non_block=True) is None
-    made.discard("r")
-    assert not made.kvmask_local
-    assert not made.futures
 
 
 def test_the_option():

@@ -193,9 +193,12 @@ def test_jobs_that_are_left_to_stock_reach_it(monkeypatch: pytest.MonkeyPatch) -
 def test_lookups_have_the_library_s_costs_and_remember_hits_when_staged() -> None:
     case = plain_case()
     worker = pair.lookup_worker(case, "kvmask", pair.Script(0, pair.present_keys(case)))
-    staged, exact = (lookup._tools(worker, s) for s in ("staged", "exact"))
+    staged = lookup.lookups_of(worker)
+    assert lookup.lookups_of(worker) is staged
+    worker._kvmask_lookup = "staged"
+    exact, staged = staged.tools, lookup.lookups_of(worker).tools
     assert staged.costs is exact.costs is DEFAULT_COSTS
     assert staged.hints is not None
     assert exact.hints is None
-    assert lookup._tools(worker, "staged") is staged
-    assert staged.memo is staged.stats is staged.log is None
+    assert staged.breaker is exact.breaker  # the store is the same
+    assert staged.memo is staged.stats is None

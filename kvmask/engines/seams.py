@@ -278,15 +278,21 @@ class Seams:
         if where is not None:
             setattr(where[0], where[1], function)
 
-    def restore(self) -> list[str]:
+    def restore(self, names: Iterable[str] | None = None) -> list[str]:
         """Put the engine's functions back where kvmask's still are.
+
+        Args:
+            names: The seams; None: all.
 
         Returns:
             The seams, as messages name them, that somebody else has replaced since.
         """
         others = []
         with self._lock:
-            for name, function in list(self._placed.items()):
+            for name in list(self._placed) if names is None else names:
+                function = self._placed.get(name)
+                if function is None:
+                    continue
                 where = self._owner(name)
                 if where is not None and vars(where[0])[where[1]] is function:
                     self._put(name, self._stock[name])

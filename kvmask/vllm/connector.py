@@ -9,8 +9,17 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from kvmask._plugin import register
 from kvmask.engines import Placed
 from kvmask.errors import UnsupportedReleaseError
-from kvmask.vllm import agreement, binding, coordinator, layouts, loading, local, options, saving
-from kvmask.vllm import lookup as lookups
+from kvmask.vllm import (
+    agreement,
+    binding,
+    coordinator,
+    hashing,
+    layouts,
+    loading,
+    options,
+    saving,
+    scheduling,
+)
 from kvmask.vllm.placing import replacements, say
 from kvmask.vllm.releases import (
     StockConnector,
@@ -128,12 +137,11 @@ class KVMaskStoreConnector(StockConnector):  # type: ignore[misc]
     """vLLM's MooncakeStoreConnector with kvmask's masks, lookups, saves and loads.
 
     Loaded by vLLM from ``"kv_connector": "KVMaskStoreConnector"`` and
-    ``"kv_connector_module_path": "kvmask.vllm"``. It reads further entries of
-    ``kv_connector_extra_config``: ``"lookup"``, ``"staged"`` or ``"exact"``; ``"local_aware"``,
-    whether lookups leave out what the GPU holds (see kvmask.vllm.local); ``"on_unknown"``, whether
-    a vLLM that kvmask does not know keeps its own functions (``"stock"``, and the log says which)
-    or the engine does not start (``"refuse"``); ``"contract"``, the path of a file where rank 0
-    writes its contract (see kvmask.vllm.agreement).
+    ``"kv_connector_module_path": "kvmask.vllm"``. Its further entries of
+    ``kv_connector_extra_config`` are those of `kvmask.vllm.scheduling.Options`; ``"on_unknown"``,
+    whether a vLLM that kvmask does not know keeps its own functions (``"stock"``, and the log says
+    which) or the engine does not start (``"refuse"``); ``"contract"``, the path of a file where
+    rank 0 writes its contract (see kvmask.vllm.agreement).
 
     Raises:
         ArgumentError: An entry has another value, or a name that looks like a typing error.
@@ -144,36 +152,65 @@ class KVMaskStoreConnector(StockConnector):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         unread = options.check_names(extra)
-        strategy = lookups.check_strategy(extra.get("lookup", "staged"))
+        chosen = scheduling.Options.of(extra)
         placed = _fitting(options.check_on_unknown(extra.get("on_unknown", "stock")))
-        aware = local.check_option(extra.get("local_aware", False))
         contract = agreement.check_option(extra.get("contract"))
         if unread:
             logger.warning("Nobody reads these entries of kv_connector_extra_config: %s", unread)
-        self._kvmask_aware = False
+        self._kvmask_asks = False
+        self._kvmask_lookups: scheduling.SchedulerLookups | None = None
         super().__init__(vllm_config, role, kv_cache_config)
         if placed is None:
             return
-        say(placed, f"lookup {strategy}")
-        adopt_worker(self.connector_worker, strategy)
+        say(placed, f"lookup {chosen.lookup}")
+        adopt_worker(self.connector_worker, chosen.lookup)
         agreement.write(self.connector_worker, vllm_config, contract)
         scheduler = self.connector_scheduler
         if scheduler is not None and getattr(scheduler, "_store_coord", None) is not None:
             adopt_coordinator(scheduler._store_coord)
-        if aware and not placed.has("local"):
+        self._kvmask_asks = placed.has("asking")
+        if self._kvmask_asks:
+            scheduling.offer_worker(self.connector_worker, vllm_config)
+            self._kvmask_lookups = scheduling.attach(self, vllm_config, chosen)
+        if chosen.local_aware and not placed.has("local"):
             logger.error("`local_aware` stays off: vLLM %s cannot have it", current().name)
-            aware = False
-        self._kvmask_aware = aware and scheduler is not None
-        if self._kvmask_aware:
-            local.adopt_client(scheduler)
+        if scheduler is not None and chosen.hasher and placed.has("hasher"):
+            hashing.place_for_next_engine()
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """As stock; a local-aware lookup is told what the GPU holds."""
-        if self._kvmask_aware:
-            local.tell(self.connector_scheduler, num_computed_tokens)
+        """As stock; the lookup may hold the scheduler for so long only."""
+        if self._kvmask_lookups is not None:
+            self._kvmask_lookups.tell(num_computed_tokens)
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )
         return found
+
+    def get_handshake_metadata(self) -> Any:
+        """What the scheduler must know to ask the store itself."""
+        return scheduling.handshake_of(self) if self._kvmask_asks else None
+
+    def set_xfer_handshake_metadata(self, metadata: Any) -> None:
+        """Take what the workers told."""
+        if self._kvmask_lookups is not None:
+            self._kvmask_lookups.take_handshake(metadata)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
+        """The same, where vLLM also names the pipeline rank."""
+        self.set_xfer_handshake_metadata(metadata)
+
+    def get_kv_connector_stats(self) -> Any:
+        """As stock; on the scheduler's side, the operations of its own store client."""
+        if self._kvmask_lookups is not None:
+            return self._kvmask_lookups.take_stats()
+        return super().get_kv_connector_stats()
+
+    def shutdown(self) -> None:
+        """As stock; the scheduler's own store client is closed."""
+        mine = getattr(self, "_kvmask_lookups", None)
+        if mine is not None:
+            self._kvmask_lookups = None
+            mine.asking.close()
+        super().shutdown()

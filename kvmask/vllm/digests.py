@@ -84,6 +84,7 @@ worker.store 0.24:eecfaeb7a1 0.27:866c1ca739 0.31:c8f5f841ef
 worker.token_dbs 0.24:94bd755413 0.27:eb6699d58a 0.30:ae4a16e333
 worker.num_kv_head 0.24:1c7b42f09a 0.27:6fc5109bfa
 client.init 0.24:dd953cb889 0.29:6cfe64313d
+client.path 0.24:10e429ff68 0.28:a27338add1
 client.lookup 0.24:7e005da44e 0.27:330cff454f 0.29:00f102ec80
 client.send 0.24:d2b59d17da 0.27:c878ab50a2 0.29:516134c336
 client.discard 0.24:ed43948144
@@ -94,6 +95,7 @@ server.close 0.24:7ed061c4e8
 protocol.lookup 0.24:b6041838b4
 protocol.encode 0.29:af0397d7fd
 protocol.decode 0.29:d7de6708d4
+scheduler.reset 0.24:0f69b15194
 scheduler.matched_tokens 0.24:92342f9de3 0.27:fbe1fc2164 0.29:f00fd49036
 scheduler.client 0.24:cf04bb810b
 scheduler.block_size 0.24:694dc5f7bb 0.32:92ff3d5fa2
@@ -159,4 +161,6 @@ events.block_stored 0.24:660e0a2ef4 0.26:54274b0eb0 0.29:d1117b5c28 0.30:108741f
 connector.init 0.24:68ba694778 0.27:c27f172b82 0.29:c402053a1d
 connector.matched_tokens 0.24:404e5dff03
 connector.register 0.24:7bd20a79ec
+connector.reset 0.24:126586271e
+connector.shutdown 0.24:ceea209566
 """

@@ -10,6 +10,7 @@ that it reads. Tests record what is called and read, and compare it with this ta
 | connector | kvmask's own connector, which gives vLLM's objects kvmask's methods | all |
 | masks | the coordinator's masks and hit search | 0.27 and newer |
 | lookup | the worker's lookup; before 0.27 only its keys | all |
+| asking | lookups in the scheduler, with a deadline | 0.27 and newer |
 | local | lookups that know what the GPU holds | 0.29 and newer |
 | layouts | addresses and sizes of blocks | 0.27 and newer |
 | saving | the sending thread's job | 0.29 and newer |
@@ -160,10 +161,11 @@ FEATURES = (
         ),
     ),
     Feature(
-        "local",
+        "asking",
         (),
         (
             "client.init",
+            "client.path",
             "client.lookup",
             "client.send",
             "client.discard",
@@ -179,8 +181,17 @@ FEATURES = (
             "scheduler.client",
             "scheduler.block_size",
             "connector.matched_tokens",
+            "connector.reset",
+            "connector.shutdown",
+            "scheduler.reset",
         ),
-        needs=("connector", "lookup"),
+        needs=("connector", "lookup", "masks"),
+    ),
+    Feature(
+        "local",
+        (),
+        ("client.send", "protocol.encode", "protocol.decode", "data.lookup_result"),
+        needs=("connector", "lookup", "asking"),
     ),
     Feature(
         "layouts",
@@ -262,6 +273,7 @@ FEATURES = (
 # Why a release does not have a feature.
 ABSENT = {
     "masks": "its groups are searched at other alignments",
+    "asking": "its lookups are the worker's alone",
     "local": "its lookups answer with a length alone",
     "layouts": "it places one block at a time",
     "saving": "its sending thread keeps other records and chains events through its own writes",
@@ -271,6 +283,7 @@ _FIRST = {
     "connector": "0.24",
     "masks": "0.27",
     "lookup": "0.24",
+    "asking": "0.27",
     "local": "0.29",
     "layouts": "0.27",
     "saving": "0.29",

@@ -17,6 +17,7 @@ Mirrors `get_request_block_hasher` of vLLM 0.24.0, 0.28.0, 0.32.0 and 0.33.0.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +25,10 @@ from vllm.utils import hashing
 from vllm.v1.core import kv_cache_utils
 
 from kvmask import _core
-from kvmask.errors import HashInputError, MissingDependencyError
+from kvmask.errors import HashInputError, MissingDependencyError, UnsupportedReleaseError
 from kvmask.hashing.chain import ALGORITHMS, chain_hashes, digest_size
+from kvmask.vllm import seams
+from kvmask.vllm.releases import logger
 
 Hasher = Callable[[Any], list[Any]]
 
@@ -40,6 +43,10 @@ def algorithm_of(hash_fn: Callable[[Any], bytes]) -> str | None:
             return name
     return None
 
+
+# The seam, and the module that has it. An engine has imported that long before its connector.
+_SEAM = "engine.block_hasher"
+_ENGINE = "vllm.v1.engine.core"
 
 # With fewer new blocks, vLLM's own function takes less time when there are extra keys: serialising
 # them apart costs about four blocks.
@@ -104,3 +111,23 @@ def request_block_hasher(
         return _core.split_digests(flat, width)
 
     return hasher
+
+
+def place_for_next_engine() -> None:
+    """Let the engine that is being built hash with `request_block_hasher`.
+
+    A connector is made before its engine makes its hasher. The function that stands in the engine's
+    module for that while puts vLLM's own back as soon as it is called: other engines of the process
+    keep theirs.
+    """
+    if _ENGINE not in sys.modules or _SEAM in seams.placed():
+        return
+    try:
+        seams.place({_SEAM: _for_this_engine})
+    except UnsupportedReleaseError as e:
+        logger.warning("The block hasher stays vLLM's: %s", e)
+
+
+def _for_this_engine(*args: Any, **kwargs: Any) -> Hasher:
+    seams.restore([_SEAM])
+    return request_block_hasher(*args, **kwargs)

@@ -7,14 +7,28 @@ that decide, in a few calls. Both count every call under stock's operation name.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kvmask._core import Bitset, KeyBuilder, build_keys
-from kvmask.errors import ArgumentError
-from kvmask.plans import STRATEGIES, GroupScheme, Held, LookupPlan, PlanTools, Scheme
-from kvmask.vllm.local import unpack
+from kvmask._core import Bitset, HitHints, KeyBuilder, build_keys
+from kvmask.coordinator import Hit
+from kvmask.errors import ArgumentError, StoreError
+from kvmask.mooncake import MooncakePolicy
+from kvmask.plans import (
+    MALFORMED_ANSWER,
+    STRATEGIES,
+    GroupScheme,
+    Held,
+    LookupPlan,
+    PlanTools,
+    Scheme,
+    StorePolicy,
+)
+from kvmask.plans.breaker import no_answer
+from kvmask.vllm.binding import state
+from kvmask.vllm.local import FORGET, unpack
+from kvmask.vllm.outages import breaker_of
 from kvmask.vllm.releases import (
     ExternalCachedBlockPool,
     PoolKey,
@@ -40,6 +54,56 @@ def set_default(lookup: str) -> None:
     _default["lookup"] = check_strategy(lookup)
 
 
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The cache groups that lookups speak of, as the engine has them.
+
+    Attributes:
+        coord: vLLM's coordinator.
+        specs: vLLM's groups, one per group of the store.
+        block_sizes: Tokens per block of every group.
+        prefixes: Per group the key prefix of every rank namespace that must hold a block.
+        hash_block_size: Tokens per digest.
+    """
+
+    coord: Any
+    specs: Sequence[Any]
+    block_sizes: Sequence[int]
+    prefixes: Sequence[Sequence[str]]
+    hash_block_size: int
+
+    def scheme(self, rules: Rules) -> Scheme | None:
+        """Scheme of lookups, or None when these groups are not the core's to answer."""
+        prefixes = self.prefixes
+        if not len(self.specs) == len(self.block_sizes) == len(rules.cacheable) == len(prefixes):
+            return None
+        if self.hash_block_size != rules.hash_block_size:
+            return None
+        if rules.eagle and not current().eagle_peeks:
+            return None
+        made = []
+        for i, group in enumerate(self.specs):
+            takes_part = current().prefix_cacheable(group.kv_cache_spec)
+            if takes_part != rules.cacheable[i]:
+                return None
+            if takes_part and (self.block_sizes[i] != rules.block_sizes[i] or not prefixes[i]):
+                return None
+            names = tuple(KeyBuilder(p + "@") for p in prefixes[i])
+            made.append(
+                GroupScheme(
+                    i,
+                    str(i),
+                    rules.kinds[i],
+                    rules.block_sizes[i],
+                    cacheable=takes_part,
+                    namespaces=names,
+                )
+            )
+        coord: Any = rules
+        # As stock, lookups take what digests there are.
+        return Scheme(coord, tuple(made), covers=False)
+
+
 def _scheme(worker: Any) -> Scheme | None:
     """Scheme of a worker's lookups, or None when its groups are not the core's to answer."""
     coord = worker.coord
@@ -49,57 +113,138 @@ def _scheme(worker: Any) -> Scheme | None:
     if rules is None:
         return None
     prefixes = worker._lookup_key_prefixes
-    kept = worker.__dict__.get("_kvmask_scheme")
+    kept = state(worker).get("scheme")
     if kept is not None and kept[0] is rules and kept[1] is prefixes:
         scheme: Scheme | None = kept[2]
         return scheme
-    scheme = _make_scheme(worker, rules, prefixes)
-    worker.__dict__["_kvmask_scheme"] = (rules, prefixes, scheme)
+    sizes = [db.block_size for db in worker.token_dbs]
+    groups = Groups(coord, worker._kv_cache_groups, sizes, prefixes, worker.hash_block_size)
+    scheme = groups.scheme(rules)
+    state(worker)["scheme"] = (rules, prefixes, scheme)
     return scheme
 
 
-def _make_scheme(worker: Any, rules: Rules, prefixes: Sequence[Sequence[str]]) -> Scheme | None:
-    groups = list(zip(worker._kv_cache_groups, worker.token_dbs, strict=True))
-    if not len(groups) == len(rules.cacheable) == len(prefixes):
-        return None
-    if worker.hash_block_size != rules.hash_block_size:
-        return None
-    if rules.eagle and not current().eagle_peeks:
-        return None
-    made = []
-    for i, (group, db) in enumerate(groups):
-        takes_part = current().prefix_cacheable(group.kv_cache_spec)
-        if takes_part != rules.cacheable[i]:
-            return None
-        if takes_part and (db.block_size != rules.block_sizes[i] or not prefixes[i]):
-            return None
-        names = tuple(KeyBuilder(p + "@") for p in prefixes[i])
-        made.append(
-            GroupScheme(
-                i,
-                str(i),
-                rules.kinds[i],
-                rules.block_sizes[i],
-                cacheable=takes_part,
-                namespaces=names,
-            )
-        )
-    coord: Any = rules
-    # As stock, lookups take what digests there are.
-    return Scheme(coord, tuple(made), covers=False)
+class LookupPolicy(StorePolicy):
+    """Of lookups: what says that the store did not answer at all."""
+
+    outage_codes = MooncakePolicy.outage_codes
 
 
-def _tools(worker: Any, strategy: str) -> PlanTools:
-    """What the lookups of a worker share: where its earlier hits ended.
+class Lookups:
+    """The lookups of one place: what they share, and how a call of the store is made and counted.
 
-    Most lookups then take one call.
+    Most lookups take one call, because they remember where earlier hits ended. All that use one
+    store, saves and loads too, share its `kvmask.plans.Breaker`.
+
+    Args:
+        store: The store that is asked.
+        record: Counts a call, as vLLM's workers count theirs.
+        strategy: ``"staged"`` or ``"exact"``.
+
+    Attributes:
+        tools: Hints and breaker.
+        ended: Called with a lookup's plan and hit when the lookup is over, on the thread that made
+            it. Where another thread waits for the answer, that thread has it by then.
     """
-    name = "_kvmask_tools_" + strategy
-    tools: PlanTools | None = worker.__dict__.get(name)
-    if tools is None:
-        tools = PlanTools(hints=strategy == "staged", stats=False, log=None)
-        worker.__dict__[name] = tools
-    return tools
+
+    def __init__(self, store: Any, record: Callable[..., None], strategy: str) -> None:
+        self.store = store
+        self.strategy = strategy
+        self.tools = PlanTools(
+            LookupPolicy(),
+            hints=strategy == "staged",
+            breaker=breaker_of(store),
+            stats=False,
+            log=logger,
+        )
+        self.ended: list[Callable[[LookupPlan, Hit], None]] = []
+        self._record = record
+
+    def run(
+        self, scheme: Scheme, block_hashes: Any, num_tokens: int, local_tokens: int
+    ) -> LookupPlan:
+        """Make a lookup. The plan that is returned is at its end.
+
+        Args:
+            scheme: The groups.
+            block_hashes: A list of digests, BlockHashes or vLLM's view over a buffer.
+            num_tokens: Tokens of the request.
+            local_tokens: Tokens that the engine holds itself, in whole scheduler blocks; 0 asks
+                for the whole prefix.
+        """
+        plan = LookupPlan(
+            scheme,
+            digests_of(block_hashes),
+            num_tokens,
+            held=_held(scheme, local_tokens),
+            strategy=self.strategy,
+            tools=self.tools,
+        )
+        while (call := plan.next_call()) is not None:
+            try:
+                answers = self._exists(call.args[0])
+            except Exception as e:
+                plan.fail(e)
+            else:
+                plan.feed(answers)
+        cause = plan.result.cause
+        if isinstance(cause, StoreError) and cause.code == MALFORMED_ANSWER:
+            logger.error("The Mooncake store's answer to a lookup is unusable: %s", cause)
+        return plan
+
+    def _exists(self, keys: list[str]) -> Any:
+        """The store's answers, counted as vLLM counts them."""
+        start, n = time.perf_counter(), len(keys)
+        try:
+            answers = self.store.batch_is_exist(keys)
+        except Exception:
+            seconds = time.perf_counter() - start
+            self._record("lookup_exists", seconds, n, status="error", num_failed_keys=n)
+            raise
+        self._record("lookup_exists", time.perf_counter() - start, n)
+        return answers
+
+    def ask(self, keys: list[str]) -> list[int] | None:
+        """One call without a plan: the answers, or None when there are none for every key."""
+        tools, breaker = self.tools, self.tools.breaker
+        if breaker is None or breaker.refusal() is not None:
+            return None
+        begun = breaker.outages
+        try:
+            answers: list[int] = self._exists(keys)
+        except Exception as e:
+            tools.unanswered(e, begun)
+            return None
+        if len(answers) != len(keys):
+            logger.error("The Mooncake store answered %d of %d keys", len(answers), len(keys))
+            return None
+        if tools.policy.outage(answers):
+            tools.unanswered(no_answer(answers), begun)
+            return None
+        tools.answered(begun)
+        return answers
+
+    def over(self, plan: LookupPlan) -> None:
+        """Tell those who want to know that a lookup is over."""
+        for listener in self.ended:
+            listener(plan, plan.result)
+
+    def forget(self) -> None:
+        """Drop what is remembered of the store's content."""
+        if self.tools.hints is not None:
+            self.tools.hints = HitHints(self.tools.hints.capacity)
+
+
+def lookups_of(worker: Any) -> Lookups:
+    """The lookups of a worker; new ones when its store or its strategy is another."""
+    strategy = worker.__dict__.get("_kvmask_lookup") or _default["lookup"]
+    kept: Lookups | None = state(worker).get("lookups")
+    if kept is None or kept.strategy != strategy or kept.store is not worker.store:
+        made = Lookups(worker.store, worker._record_kv_connector_operation, strategy)
+        if kept is not None:
+            made.ended = kept.ended
+        kept = state(worker)["lookups"] = made
+    return kept
 
 
 def _held(scheme: Scheme, local_tokens: int) -> Held | None:
@@ -113,23 +258,41 @@ def _held(scheme: Scheme, local_tokens: int) -> Held | None:
     return Held(tuple(local_tokens if f else 0 for f in full), local_tokens)
 
 
-def _ask(worker: Any, keys: list[str]) -> Any:
-    """The store's answers, counted as stock counts them; None, and logged, when it raised."""
-    start = time.perf_counter()
+def result_of(scheme: Scheme, plan: LookupPlan) -> Any:
+    """What vLLM's worker answers for a hit.
+
+    A store that raises, or whose answer does not fit, gives no hit.
+    """
+    hit = plan.result
+    if hit.cause is not None or hit.length <= 0:
+        return current().lookup_result(0, ())
+    groups = scheme.groups
+    return current().lookup_result(
+        hit.length,
+        [(g, tail or hit.length) for g, tail in enumerate(hit.tail_tokens) if groups[g].cacheable],
+    )
+
+
+def answer(
+    worker: Any, num_tokens: int, local_tokens: int, block_hashes: Sequence[bytes]
+) -> tuple[Any, LookupPlan | None]:
+    """A worker's lookup.
+
+    Returns:
+        (what vLLM's worker answers, the plan that found it). The plan is None where none was
+        needed; else `Lookups.over` has yet to hear of it.
+    """
+    if worker._capacity_only or num_tokens <= 0 or not block_hashes:
+        return current().lookup_result(0, ()), None
+    scheme = _scheme(worker) if is_plain(block_hashes) else None
+    if scheme is None:
+        return stock("worker.lookup")(worker, num_tokens, block_hashes), None
     try:
-        answers = worker.store.batch_is_exist(keys)
-    except Exception as e:
-        worker._record_kv_connector_operation(
-            "lookup_exists",
-            time.perf_counter() - start,
-            len(keys),
-            status="error",
-            num_failed_keys=len(keys),
-        )
-        logger.error("Lookup of %d keys in the Mooncake store failed: %s", len(keys), e)
-        return None
-    worker._record_kv_connector_operation("lookup_exists", time.perf_counter() - start, len(keys))
-    return answers
+        plan = lookups_of(worker).run(scheme, block_hashes, num_tokens, local_tokens)
+    except Exception as e:  # the thread that serves lookups must not end
+        logger.exception("A lookup in the Mooncake store failed: %s", e)
+        return current().lookup_result(0, ()), None
+    return result_of(scheme, plan), plan
 
 
 def lookup(self: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
@@ -138,38 +301,13 @@ def lookup(self: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
     A hit never covers the whole request: the last token is computed for its logits. A store that
     raises, or does not answer every key, gives no hit.
     """
-    release = current()
-    num_tokens, local_tokens = unpack(num_tokens)
-    if self._capacity_only or num_tokens <= 0 or not block_hashes:
-        return release.lookup_result(0, ())
-    scheme = _scheme(self) if is_plain(block_hashes) else None
-    if scheme is None:
-        return stock("worker.lookup")(self, num_tokens, block_hashes)
-    strategy = self.__dict__.get("_kvmask_lookup") or _default["lookup"]
-    plan = LookupPlan(
-        scheme,
-        digests_of(block_hashes),
-        num_tokens,
-        held=_held(scheme, local_tokens),
-        strategy=strategy,
-        tools=_tools(self, strategy),
-    )
-    while (call := plan.next_call()) is not None:
-        answers = _ask(self, call.args[0])
-        if answers is None:
-            return release.lookup_result(0, ())
-        plan.feed(answers)
-    hit = plan.result
-    if hit.cause is not None:
-        logger.error("The Mooncake store's answer to a lookup is unusable: %s", hit.cause)
-        return release.lookup_result(0, ())
-    if hit.length <= 0:
-        return release.lookup_result(0, ())
-    groups = scheme.groups
-    return release.lookup_result(
-        hit.length,
-        [(g, tail or hit.length) for g, tail in enumerate(hit.tail_tokens) if groups[g].cacheable],
-    )
+    if num_tokens == FORGET:
+        lookups_of(self).forget()
+        return current().lookup_result(0, ())
+    result, plan = answer(self, *unpack(num_tokens), block_hashes)
+    if plan is not None:
+        lookups_of(self).over(plan)
+    return result
 
 
 def lookup_by_length(self: Any, token_len: int, block_hashes: Sequence[bytes]) -> int:
@@ -191,11 +329,8 @@ def lookup_by_length(self: Any, token_len: int, block_hashes: Sequence[bytes]) -
         blocks += [(g, bytes(hashes[(i + 1) * scale - 1])) for i in bits.indices()]
     if not keys:
         return 0
-    answers = _ask(self, keys)
+    answers = lookups_of(self).ask(keys)
     if answers is None:
-        return 0
-    if len(answers) != len(keys):
-        logger.error("The Mooncake store answered %d of %d keys", len(answers), len(keys))
         return 0
     width = len(prefixes[0])
     exists = {

@@ -59,6 +59,10 @@ StockWorker: Any = _find(_STORE + "worker", "MooncakeStoreWorker", _Absent)
 StockSending: Any = _find(_STORE + "worker", "KVCacheStoreSendingThread", _Absent)
 StockReceiving: Any = _find(_STORE + "worker", "KVCacheStoreRecvingThread", _Absent)
 StockClient: Any = _find(_STORE + "worker", "LookupKeyClient", _Absent)
+lookup_path: Any = _find(_STORE + "worker", "get_zmq_rpc_path_lookup")
+HandshakeMetadata: Any = _find(
+    "vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorHandshakeMetadata", _Absent
+)
 StockDatabase: Any = _find(_STORE + "data", "ChunkedTokenDatabase", _Absent)
 RankLocalLayout: Any = _find(_STORE + "data", "RankLocalStoreLayout", _Absent)
 ShardedLayout: Any = _find(_STORE + "data", "TPShardedStoreLayout", _Absent)

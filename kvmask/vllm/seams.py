@@ -110,6 +110,7 @@ PATHS: dict[str, str] = {
         "_capacity_only hash_block_size _kv_cache_groups coord store token_dbs num_kv_head",
     ),
     "client.init": _STORE + "worker:LookupKeyClient.__init__",
+    "client.path": _STORE + "worker:get_zmq_rpc_path_lookup",
     "client.lookup": _STORE + "worker:LookupKeyClient.lookup",
     "client.send": _STORE + "worker:LookupKeyClient._lookup",
     "client.discard": _STORE + "worker:LookupKeyClient.discard",
@@ -120,6 +121,7 @@ PATHS: dict[str, str] = {
     "protocol.lookup": _STORE + "protocol:LOOKUP_MSG",
     "protocol.encode": _STORE + "protocol:encode_lookup_response",
     "protocol.decode": _STORE + "protocol:decode_lookup_response",
+    "scheduler.reset": _SCHEDULER + "reset_store",
     "scheduler.matched_tokens": _SCHEDULER + "get_num_new_matched_tokens",
     **_words("scheduler", _SCHEDULER + "__init__", "client _block_size _store_coord"),
     # blocks in memory
@@ -183,6 +185,8 @@ PATHS: dict[str, str] = {
     "connector.init": _CONNECTOR + "__init__",
     "connector.matched_tokens": _CONNECTOR + "get_num_new_matched_tokens",
     "connector.register": _CONNECTOR + "register_kv_caches",
+    "connector.reset": _CONNECTOR + "reset_cache",
+    "connector.shutdown": _CONNECTOR + "shutdown",
 }
 
 # The name that another module imported a seam by. Its module is heavy, and is only looked at when

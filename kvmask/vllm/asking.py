@@ -1,0 +1,294 @@
+"""How the scheduler asks for a request's hit: with a deadline, and without a hop where it can.
+
+`Asking` takes the place of the scheduler's lookup client and has its methods. A lookup runs on a
+thread of its own, and the scheduler waits for it no longer than the deadline. Past that the request
+goes on as a miss. The answer that comes late only teaches hints. While the thread still waits for
+it, further lookups are misses at once. Which store client answers is the business of
+`kvmask.vllm.places`.
+
+A request's digests are neither copied nor joined: a lookup reads those that it needs from the
+request's own list. (Only a lookup that the worker answers sends them all, as vLLM's protocol has
+it.)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from kvmask.plans import Breaker
+from kvmask.vllm.releases import current, logger
+
+# While the store is known not to answer, the lookup that tries again holds the scheduler for at
+# most this part of the deadline.
+PROBE = 0.1
+
+Over = Callable[[], None]
+
+
+class Place(Protocol):
+    """What answers lookups."""
+
+    @property
+    def breaker(self) -> Breaker | None:
+        """The breaker of the store that is asked; None where another process has it."""
+        ...
+
+    def ask(
+        self, num_tokens: int, local_tokens: int, block_hashes: Sequence[bytes]
+    ) -> tuple[Any, Over | None]:
+        """Answer a lookup.
+
+        Returns:
+            (what vLLM's worker answers, what is to be done once the scheduler has it).
+        """
+        ...
+
+    def forget(self) -> None:
+        """Drop what is remembered of the store's content."""
+        ...
+
+    def close(self) -> None:
+        """Release what this place holds. No lookup is running."""
+        ...
+
+
+class _Job:
+    """Something for the thread to do, whose result another thread waits for."""
+
+    __slots__ = ("_done", "_error", "_result", "_task", "began", "finished", "local_tokens")
+
+    def __init__(self, task: Callable[[], tuple[Any, Over | None]], local_tokens: int = 0) -> None:
+        self._task = task
+        self._done = threading.Lock()
+        self._done.acquire()
+        self._result: Any = None
+        self._error: Exception | None = None
+        self.local_tokens = local_tokens
+        self.began: float | None = None
+        self.finished = False
+
+    def run(self) -> None:
+        task, over = self._task, None
+        del self._task  # it holds the request's digests
+        try:
+            self._result, over = task()
+        except Exception as e:
+            self._error = e
+        del task
+        self.finished = True
+        self._done.release()
+        if over is not None:
+            try:
+                over()
+            except Exception as e:
+                logger.exception("What follows a lookup failed: %s", e)
+
+    def wait(self, seconds: float = -1) -> bool:
+        """Whether the job is finished within this many seconds; -1 waits for it."""
+        if not self.finished and self._done.acquire(timeout=seconds):
+            self._done.release()
+        return self.finished
+
+    def result(self) -> Any:
+        """What came of it; raises what the task raised."""
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class _Thread:
+    """Does one job after another. It starts with the first one."""
+
+    def __init__(self) -> None:
+        self._jobs: deque[_Job] = deque()
+        self._work = threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+        self.running: _Job | None = None
+
+    def put(self, job: _Job) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="KVMaskLookup", daemon=True)
+            self._thread.start()
+        self._jobs.append(job)
+        self._work.release()
+
+    def drop(self, job: _Job) -> None:
+        """Leave a job undone that has not begun."""
+        try:
+            self._jobs.remove(job)
+        except ValueError:
+            return  # it has begun
+
+    def stop(self) -> None:
+        """End the thread after what it does now."""
+        self._stopped = True
+        self._work.release()
+
+    def _loop(self) -> None:
+        while True:
+            self._work.acquire()
+            if self._stopped:
+                return
+            try:
+                job = self._jobs.popleft()
+            except IndexError:  # it was dropped
+                continue
+            job.began = time.monotonic()
+            self.running = job
+            job.run()
+            self.running = None
+            del job  # the thread may wait long for the next one
+
+
+class Asking:
+    """The scheduler's lookups. It has the methods of vLLM's lookup client.
+
+    One thread, the scheduler's, may call it.
+
+    Args:
+        client: vLLM's lookup client; the connection to the worker stays its own.
+        choose: Makes what answers lookups; called before the first one.
+        deadline: Seconds that a lookup may hold the scheduler.
+
+    Attributes:
+        late: Lookups that went on as misses because no answer had come in time.
+    """
+
+    def __init__(self, client: Any, choose: Callable[[], Place], deadline: float) -> None:
+        self.client = client
+        self.late = 0
+        self._choose = choose
+        self._place: Place | None = None
+        self._deadline = deadline
+        self._thread = _Thread()
+        self._jobs: dict[str, _Job] = {}
+        self._stuck: _Job | None = None  # is past its deadline, and still running
+        self._local_tokens = 0
+
+    @property
+    def place(self) -> Place:
+        """What answers lookups."""
+        if self._place is None:
+            self._place = self._choose()
+        return self._place
+
+    def choose_again(self) -> None:
+        """Choose what answers lookups anew: more is known of the worker."""
+        if self._thread.running is None and not self._jobs:
+            before, self._place = self._place, self._choose()
+            if before is not None and before is not self._place:
+                before.close()
+
+    def tell(self, local_tokens: int) -> None:
+        """How many tokens the engine holds of the request that is looked up next."""
+        self._local_tokens = local_tokens
+
+    def lookup(
+        self, req_id: str, num_tokens: int, block_hashes: Sequence[bytes], non_block: bool = False
+    ) -> Any:
+        """The hit of a request, as vLLM's worker answers it.
+
+        Args:
+            req_id: Id of the request.
+            num_tokens: Its tokens.
+            block_hashes: Its digests. They are read while the lookup runs.
+            non_block: Return None while there is no answer, instead of waiting for it.
+        """
+        job = self._jobs.get(req_id)
+        if job is None:
+            if self._is_stuck():
+                return self._miss(req_id)
+            place, local = self.place, self._local_tokens
+            job = _Job(lambda: place.ask(num_tokens, local, block_hashes), local)
+            self._jobs[req_id] = job
+            self._thread.put(job)
+        if non_block:
+            if not job.finished:
+                if not self._overdue():
+                    return None
+                self._give_up(job)
+        elif not job.wait(self._patience()):
+            self._give_up(job)
+        del self._jobs[req_id]
+        if not job.finished:
+            return self._miss(req_id)
+        try:
+            result = job.result()
+        except Exception as e:
+            logger.error("The lookup of request %s failed: %s", req_id, e)
+            return _nothing()
+        # A hit that rests on more tokens of the engine than it has now is none.
+        return _nothing() if self._local_tokens < job.local_tokens else result
+
+    def _patience(self) -> float:
+        """Seconds to wait for an answer."""
+        breaker = self.place.breaker
+        if breaker is not None and breaker.open:
+            return self._deadline * PROBE
+        return self._deadline
+
+    def _overdue(self) -> bool:
+        """Whether the lookup that is running has run for longer than the deadline."""
+        job = self._thread.running
+        began = None if job is None else job.began
+        return began is not None and time.monotonic() - began > self._deadline
+
+    def _is_stuck(self) -> bool:
+        """Whether the thread still waits for an answer that is late."""
+        if self._stuck is not None and self._stuck.finished:
+            self._stuck = None
+        return self._stuck is not None
+
+    def _give_up(self, job: _Job) -> None:
+        """Wait no longer: the lookup runs on, or is not begun at all."""
+        self._thread.drop(job)
+        running = self._thread.running
+        if running is not None and not running.finished:
+            if self._stuck is None:
+                logger.warning(
+                    "A lookup in the Mooncake store has taken more than %d ms: requests go on as "
+                    "misses until it answers",
+                    round(self._patience() * 1e3),
+                )
+            self._stuck = running
+
+    def _miss(self, req_id: str) -> Any:
+        self.late += 1
+        logger.debug("Request %s goes on without its lookup, which is late", req_id)
+        return _nothing()
+
+    def discard(self, req_id: str) -> None:
+        """Drop the lookup of a request that is no more."""
+        job = self._jobs.pop(req_id, None)
+        if job is not None:
+            self._thread.drop(job)
+
+    def reset(self) -> bool:
+        """Empty the store by way of the worker, and forget what is remembered of it."""
+
+        place, client = self.place, self.client
+
+        def task() -> tuple[Any, Over | None]:
+            place.forget()
+            return client._reset(), None
+
+        job = _Job(task)
+        self._thread.put(job)
+        job.wait()
+        return bool(job.result())
+
+    def close(self) -> None:
+        """As vLLM's client. A lookup that is still running keeps what it needs, to the end."""
+        self._thread.stop()
+        if self._thread.running is None:
+            self.place.close()
+            self.client.close()
+
+
+def _nothing() -> Any:
+    return current().lookup_result(0, ())
