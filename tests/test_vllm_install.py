@@ -135,7 +135,8 @@ def changed_rule(cls: Any) -> None:
     [
         ("window.mask", changed_rule, "SlidingWindowManager.reachable_block_mask has changed",
          {"masks", "lookup", "asking", "local"}),
-        ("worker.lookup", None, "worker.MooncakeStoreWorker.lookup is gone", {"lookup", "asking", "local"}),
+        ("worker.lookup", None, "worker.MooncakeStoreWorker.lookup is gone",
+         {"lookup", "asking", "local"}),
         ("core.replay_boundaries", None, "replay_boundaries is gone",
          {"masks", "lookup", "asking", "local"}),
         ("sending.init", changed_rule, "KVCacheStoreSendingThread.__init__ has changed",

@@ -184,7 +184,8 @@ class Lookups:
             try:
                 answers = self._exists(call.args[0])
             except Exception as e:
-                plan.fail(e)
+                # Its traceback holds this frame, and the plan would hold it in a cycle.
+                plan.fail(e.with_traceback(None))
             else:
                 plan.feed(answers)
         cause = plan.result.cause
