@@ -6,7 +6,6 @@ The rules are those of vLLM 0.32.0 (see docs/semantics.md). The core computes th
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,8 @@ from typing import Any
 from kvmask._core import MAX_SETS, MAX_TOKENS, Bitset, CoordinatorCore, check_integer
 from kvmask.errors import AlignmentError, ArgumentError
 from kvmask.groups import KINDS, FullAttention, Group
+
+_UNSET: Any = object()
 
 
 @dataclass(frozen=True)
@@ -255,36 +256,41 @@ class Coordinator:
     def find_hit(
         self,
         present: Sequence[Bitset | Sequence[bool]],
-        num_tokens: int | None = None,
+        max_length: int = _UNSET,
         eagle: bool = True,
         *,
-        max_length: int | None = None,
+        num_tokens: int = _UNSET,
     ) -> Hit:
-        """Find the longest prefix of at most ``num_tokens`` tokens that every group can reuse.
+        """Find the longest prefix of at most ``max_length`` tokens that every group can reuse.
 
         Args:
             present: Per group the blocks that are present (with partial hits: the hash blocks).
                 Blocks past the end of a bitset are absent. Ignored for groups that are not
                 cacheable.
-            num_tokens: Largest length of the hit, in tokens. All of them can be a hit, unlike in a
+            max_length: Largest length of the hit, in tokens. All of them can be a hit, unlike in a
                 lookup, which leaves the last token of a request to compute.
             eagle: If False, EAGLE groups do not drop their last block.
-            max_length: The former name of ``num_tokens``; deprecated.
+            num_tokens: Another name of ``max_length``, as the masks have it.
 
         Returns:
             The hit, with the same length and masks as in vLLM.
 
         Raises:
             ArgumentError: There is not one bitset per group.
-            TypeError: The length is not given, or given twice.
+            TypeError: The length is no integer, is not given, or is given by both names.
 
         >>> coord = Coordinator([FullAttention(16)], hash_block_size=16)
         >>> coord.find_hit([[True, True, False]], 48).length
         32
         """
-        if num_tokens is None or max_length is not None:
-            num_tokens = _former(num_tokens, max_length)
-        return Hit._bare(*self._core.find_hit(present, num_tokens, eagle=eagle))
+        if max_length is _UNSET or num_tokens is not _UNSET:
+            if (max_length is _UNSET) == (num_tokens is _UNSET):
+                given = "none" if num_tokens is _UNSET else "both"
+                raise TypeError(
+                    f"exactly one of `max_length` and `num_tokens` must be given, got {given}"
+                )
+            max_length = num_tokens
+        return Hit._bare(*self._core.find_hit(present, max_length, eagle=eagle))
 
     def __repr__(self) -> str:
         return (
@@ -292,15 +298,6 @@ class Coordinator:
             f"alignment={self.alignment}, retention_interval={self.retention_interval}, "
             f"partial_hits={self.partial_hits})"
         )
-
-
-def _former(num_tokens: int | None, max_length: int | None) -> int:
-    """The length that `find_hit` was given by its former name."""
-    if num_tokens is not None or max_length is None:
-        given = "both" if num_tokens is not None else "none"
-        raise TypeError(f"`num_tokens` must be given, and no `max_length`, got {given}")
-    warnings.warn("`max_length` is `num_tokens` now", DeprecationWarning, stacklevel=3)
-    return max_length
 
 
 def _merge(groups: Sequence[Group]) -> tuple[list[int], list[bool]]:

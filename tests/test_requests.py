@@ -358,15 +358,15 @@ def test_memory_that_is_registered_already():
     assert e.value.code == -600
 
 
-# The former name of a length
+# Two names of a length
 
 
-def test_the_former_name_of_the_largest_hit():
+def test_the_largest_hit_by_either_name():
     coord = kvmask.Coordinator([FullAttention(16)], 16)
-    with pytest.warns(DeprecationWarning, match="`max_length` is `num_tokens` now"):
-        hit = coord.find_hit([[True] * 4], max_length=48)
-    assert hit == coord.find_hit([[True] * 4], num_tokens=48) == coord.find_hit([[True] * 4], 48)
+    hit = coord.find_hit([[True] * 4], 48)
+    assert hit == coord.find_hit([[True] * 4], max_length=48)
+    assert hit == coord.find_hit([[True] * 4], num_tokens=48, eagle=False)
     assert hit.length == 48
-    for arguments in ({}, {"num_tokens": 48, "max_length": 48}):
-        with pytest.raises(TypeError, match="`num_tokens` must be given"):
+    for arguments, got in (({}, "none"), ({"num_tokens": 48, "max_length": 48}, "both")):
+        with pytest.raises(TypeError, match=f"`num_tokens` must be given, got {got}"):
             coord.find_hit([[True] * 4], **arguments)

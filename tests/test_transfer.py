@@ -190,15 +190,12 @@ def test_a_request_of_another_contract_is_refused():
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 def test_shards_of_heads_travel_between_tp_sizes(kind):
     """One rank with eight heads writes four shards; two ranks with four heads read two each."""
-    if kind == "torch":
-        pytest.importorskip("torch")
-    import torch
-
+    torch = pytest.importorskip("torch") if kind == "torch" else None
     rng = np.random.default_rng(1)
     memory = rng.integers(0, 256, (6, 8, 16, 4), dtype=np.uint8)  # blocks, heads, tokens, bytes
 
     def transfer(store, tensor, tp, rank):
-        if kind == "torch":
+        if torch is not None:
             tensor = torch.from_numpy(tensor)
         shards = head_shards([tensor], 6, num_kv_heads=8, local_tp=tp, store_tp=4, tp_rank=rank)
         contract = contract_of(

@@ -91,7 +91,7 @@ class Masks(Protocol):
         """Per group the blocks that a hit of this length needs."""
         ...
 
-    def find_hit(self, present: Sequence[Bitset], num_tokens: int, eagle: bool, /) -> Hit:
+    def find_hit(self, present: Sequence[Bitset], max_length: int, eagle: bool, /) -> Hit:
         """The longest hit that blocks give, for what a load leaves usable."""
         ...
 
