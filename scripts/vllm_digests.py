@@ -19,7 +19,7 @@ from pathlib import Path
 
 from vllm_source import VERSIONS, source
 
-from kvmask.engines.seams import Tree
+from kvmask.engines.sources import Tree
 
 PROJECT = Path(__file__).resolve().parent.parent
 HEAD = '''"""The digests of vLLM's functions in every release, as far as kvmask rests on them.

@@ -24,7 +24,7 @@ from vllm_oracle import engine
 
 import kvmask.vllm
 from kvmask import versions
-from kvmask.engines.seams import _source, plain_function
+from kvmask.engines.sources import piece_of
 from kvmask.vllm import features, layouts, releases, seams
 
 pytestmark = pytest.mark.vllm
@@ -156,11 +156,8 @@ def covers_read(names: set[str], attribute: str) -> bool:
 
 def text_of(name: str, kept: dict[str, str] = {}) -> str:  # noqa: B006
     if name not in kept:
-        found = seams.SEAMS._seen(name)
-        try:
-            kept[name] = "" if found is None else _source(plain_function(found))
-        except (OSError, TypeError):
-            kept[name] = ""
+        piece = piece_of(seams.SEAMS._seen(name))
+        kept[name] = "" if piece is None else "\n".join(piece.lines)
     return kept[name]
 
 

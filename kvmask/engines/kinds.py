@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvmask.engines.seams import source_digest
+from kvmask.engines.sources import source_digest
 
 
 class Kinds:

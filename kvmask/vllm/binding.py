@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvmask.engines.seams import plain_function
+from kvmask.engines.sources import plain_function
 
 _STATE = "_kvmask_state"
 

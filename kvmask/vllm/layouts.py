@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvmask._core import BlockRows, Regions
-from kvmask.engines.seams import plain_function
+from kvmask.engines.sources import plain_function
 from kvmask.errors import AlignmentError, KVMaskError
 from kvmask.vllm.binding import adopt, derived, has_methods, state
 from kvmask.vllm.releases import StockDatabase
