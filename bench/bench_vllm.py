@@ -141,7 +141,7 @@ def digests(shape: str, tokens: int) -> list[bytes]:
 
 
 def lookup_worker(shape: str, side: str, store: Any) -> Any:
-    from kvmask.vllm import connector
+    from kvmask.vllm import binding, connector
 
     _, data, worker_module, _ = _modules()
     worker = object.__new__(worker_module.MooncakeStoreWorker)
@@ -157,7 +157,7 @@ def lookup_worker(shape: str, side: str, store: Any) -> Any:
     worker.store = store
     if side != "stock":
         worker.__class__ = connector.classes()["MooncakeStoreWorker"]
-        worker._kvmask_lookup = side
+        binding.state(worker)["strategy"] = side
     return worker
 
 

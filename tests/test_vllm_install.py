@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import inspect
 import logging
 import os
@@ -23,7 +24,17 @@ pytest.importorskip("vllm")
 import kvmask.vllm
 from kvmask import _plugin, switch
 from kvmask.errors import ArgumentError, UnsupportedReleaseError
-from kvmask.vllm import connector, features, layouts, lookup, options, placing, releases, seams
+from kvmask.vllm import (
+    binding,
+    connector,
+    features,
+    layouts,
+    lookup,
+    options,
+    placing,
+    releases,
+    seams,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -400,6 +411,21 @@ def test_the_plugin_costs_a_process_without_the_connector_nothing() -> None:
     assert lines[4] == "True"
 
 
+def test_a_process_that_vllm_starts_has_it_too(environ: Any) -> None:
+    """As vLLM does it there: its plugins first, then the connector."""
+    if not importlib.metadata.entry_points(group="vllm.general_plugins", name="kvmask"):
+        pytest.skip("kvmask is not installed, so vLLM does not find its plugin")
+    code = """
+    from vllm.plugins import load_general_plugins
+    load_general_plugins()
+    import vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector
+    from kvmask.vllm import lookup, seams
+    print("worker.lookup" in seams.placed(), lookup._default["lookup"])
+    """
+    kvmask.vllm.install(lookup="exact")
+    assert run_python(code) == "True exact\n"
+
+
 def test_plugin_and_connector_together() -> None:
     code = """
     from kvmask import _plugin
@@ -473,7 +499,7 @@ def test_stock_objects_become_kvmasks() -> None:
     worker.coord = object.__new__(releases.StockCoordinator)
     connector.adopt_worker(worker, "exact")
     assert type(worker).lookup is lookup.lookup
-    assert worker._kvmask_lookup == "exact"
+    assert binding.state(worker)["strategy"] == "exact"
     assert type(worker.coord) is kvmask.vllm.MooncakeStoreCoordinator
     assert layouts.tables_of(worker.token_dbs[0].store_layout) is not None
     assert isinstance(worker, releases.StockWorker)

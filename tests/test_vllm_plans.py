@@ -16,7 +16,7 @@ from vllm_oracle import digest, engine
 
 from kvmask.groups import FullAttention
 from kvmask.plans import DEFAULT_COSTS
-from kvmask.vllm import layouts, loading, lookup, saving, schemes, seams
+from kvmask.vllm import binding, layouts, loading, lookup, saving, schemes, seams
 from kvmask.vllm.policy import ReceivingPolicy, SendingPolicy
 
 pytestmark = pytest.mark.vllm
@@ -195,7 +195,7 @@ def test_lookups_have_the_library_s_costs_and_remember_hits_when_staged() -> Non
     worker = pair.lookup_worker(case, "kvmask", pair.Script(0, pair.present_keys(case)))
     staged = lookup.lookups_of(worker)
     assert lookup.lookups_of(worker) is staged
-    worker._kvmask_lookup = "staged"
+    binding.state(worker)["strategy"] = "staged"
     exact, staged = staged.tools, lookup.lookups_of(worker).tools
     assert staged.costs is exact.costs is DEFAULT_COSTS
     assert staged.hints is not None

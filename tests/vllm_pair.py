@@ -17,7 +17,7 @@ from vllm_cases import Case
 from vllm_oracle import digest, engine, engine_spec, key_prefix
 
 import kvmask.vllm
-from kvmask.vllm import connector, layouts
+from kvmask.vllm import binding, connector, layouts
 
 SIDES = ("stock", "kvmask")
 
@@ -195,7 +195,7 @@ def lookup_worker(case: Case, side: str, store: Any, strategy: str = "exact") ->
     worker.store = store
     if side == "kvmask":
         own(worker)
-        worker._kvmask_lookup = strategy
+        binding.state(worker)["strategy"] = strategy
     return worker
 
 

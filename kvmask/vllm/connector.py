@@ -82,7 +82,7 @@ def adopt_worker(worker: Any, lookup: str) -> None:
     """
     if worker is None:
         return
-    worker._kvmask_lookup = lookup
+    binding.state(worker)["strategy"] = lookup
     if getattr(worker, "coord", None) is not None:
         adopt_coordinator(worker.coord)
     if fitting().has("layouts"):

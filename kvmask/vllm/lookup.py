@@ -238,7 +238,7 @@ class Lookups:
 
 def lookups_of(worker: Any) -> Lookups:
     """The lookups of a worker; new ones when its store or its strategy is another."""
-    strategy = worker.__dict__.get("_kvmask_lookup") or _default["lookup"]
+    strategy = state(worker).get("strategy") or _default["lookup"]
     kept: Lookups | None = state(worker).get("lookups")
     if kept is None or kept.strategy != strategy or kept.store is not worker.store:
         made = Lookups(worker.store, worker._record_kv_connector_operation, strategy)
