@@ -70,8 +70,9 @@ REFERENCE = {
         "kvmask.plans.Scheme",
         "kvmask.plans.GroupScheme",
         "kvmask.plans.Addresses",
+        "kvmask.plans.Guard",
     ),
-    "Memory": ("kvmask.KVLayout", "kvmask.layout.head_shards"),
+    "Memory": ("kvmask.KVLayout", "kvmask.layout.head_shards", "kvmask.BounceMemory"),
     "Hashes": (
         "kvmask.hash_tokens",
         "kvmask.BlockHasher",

@@ -119,11 +119,29 @@ class Guard(Protocol):
         ...
 
     def cut(self, cut: Any, num_bytes: list[int], sizes: Any, /) -> tuple[Any, list[int]]:
-        """Cut keys into calls with a policy's ``cut_put`` or ``cut_get``; see `StorePolicy`."""
+        """Cut keys into calls with a policy's ``cut_put`` or ``cut_get``; see `StorePolicy`.
+
+        Args:
+            cut: The policy's method.
+            num_bytes: Bytes per key.
+            sizes: Sizes of the pieces of memory, per key.
+
+        Returns:
+            As the policy's method.
+        """
         ...
 
     def run(self, store: Any, name: str, args: tuple[Any, ...], /) -> Sequence[int]:
-        """Make a put or get of the engine's blocks; the answer is as if there were no guard."""
+        """Make a put or get of the engine's blocks; the answer is as if there were no guard.
+
+        Args:
+            store: The store.
+            name: `PUT` or `GET`.
+            args: The arguments of the call. The keys come first.
+
+        Returns:
+            One integer per key.
+        """
         ...
 
 
