@@ -24,6 +24,7 @@ process, `own client` with a store client of the scheduler's own, `worker` over 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
 import os
@@ -132,6 +133,7 @@ class Side:
 
         import kvmask.vllm
 
+        kv_cache_utils.init_none_hash(sha256)
         make = kv_cache_utils.get_request_block_hasher
         if name != "stock":
             make = kvmask.vllm.request_block_hasher
@@ -150,7 +152,8 @@ class Side:
         sending: Any = stock.KVCacheStoreSendingThread
         receiving: Any = stock.KVCacheStoreRecvingThread
         if type(w) is not stock.MooncakeStoreWorker:
-            sending, receiving = connector.SENDING, connector.RECEIVING
+            own = connector.classes()
+            sending, receiving = own[sending.__name__], own[receiving.__name__]
         shared = (w.store, w.coord, w.token_dbs, w.block_size, 0)
         send = sending(
             *shared,
@@ -306,6 +309,7 @@ def main() -> int:
             + f" {'ratio':>7}"
         )
         with (
+            contextlib.closing(Timed.real),
             world.stores_of(Timed),
             mock.patch.object(places, "connect", connect),
         ):
@@ -313,7 +317,6 @@ def main() -> int:
                 for tokens in args.tokens:
                     show(shape, tokens)
                     Timed.real.remove_all(True)
-        Timed.real.close()
     return 0
 
 
