@@ -33,7 +33,8 @@ class Script:
             stricter than stock).
     """
 
-    CODES = (-200, -500, -704, -707, -900)
+    # -900 is not among them: it says that the store did not answer, which stock does not ask.
+    CODES = (-200, -500, -704, -707, -1010)
 
     def __init__(self, seed: Any, present: set[str], trouble: float = 0.0, short: bool = False):
         self.seed = seed

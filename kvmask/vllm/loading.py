@@ -22,7 +22,7 @@ from vllm import envs
 
 from kvmask._core import Bitset
 from kvmask.coordinator import Hit
-from kvmask.plans import NOT_TRIED, BlockFailure, Call, Held, LoadPlan
+from kvmask.plans import NOT_TRIED, OVERSIZE, BlockFailure, Call, Held, LoadPlan
 from kvmask.vllm import releases
 from kvmask.vllm.policy import ReceivingPolicy
 from kvmask.vllm.releases import NULL_BLOCK, current, logger
@@ -97,14 +97,12 @@ def _fitted(
 
 def _drive(thread: Any, meta: Any, plan: LoadPlan) -> None:
     """Makes the plan's calls, then reports what may not be used."""
-    asked = False
     while (call := plan.next_call()) is not None:
-        asked = True
         _get(thread, meta.req_id, plan, call)
     failures = plan.failures
     if not failures:
         return
-    if not asked:
+    if any(f.code == OVERSIZE for f in failures):
         logger.warning(
             "Request %s is not loaded: one of its keys needs more than the %s bytes of staging",
             meta.req_id,
@@ -146,7 +144,7 @@ def _get(thread: Any, req_id: str, plan: LoadPlan, call: Call) -> None:
     except Exception as e:
         record("load_get", start, n, num_bytes=call.num_bytes, status="error", num_failed_keys=n)
         logger.warning("Mooncake get of %d keys (first %s) failed: %s", n, keys[:3], e)
-        plan.fail(e)
+        plan.fail(e.with_traceback(None))
         return
     failures = plan.feed(results)
     record(

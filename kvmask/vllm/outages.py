@@ -6,7 +6,8 @@ import threading
 import weakref
 from typing import Any
 
-from kvmask.plans import Breaker
+from kvmask.plans import Breaker, PlanTools
+from kvmask.vllm.releases import logger
 
 _lock = threading.Lock()
 _breakers: weakref.WeakKeyDictionary[Any, Breaker] = weakref.WeakKeyDictionary()
@@ -25,3 +26,27 @@ def breaker_of(store: Any) -> Breaker:
         except TypeError:  # neither hashable nor weakly referable
             found = Breaker()
         return found
+
+
+class ThreadTools(PlanTools):
+    """Tools of a transfer thread: outages are logged, once each. Failed keys are the thread's to
+    name."""
+
+    __slots__ = ()
+
+    def unanswered(self, error: BaseException, begun: int) -> None:
+        """See `PlanTools`."""
+        breaker = self.breaker
+        if breaker is not None and breaker.failed(error, begun):
+            logger.warning(
+                "The Mooncake store does not answer (%s): no call is made for %g s, then one "
+                "tries again",
+                repr(error)[:300],
+                breaker.seconds,
+            )
+
+    def answered(self, begun: int) -> None:
+        """See `PlanTools`."""
+        breaker = self.breaker
+        if breaker is not None and breaker.answered(begun):
+            logger.warning("The Mooncake store answers again")

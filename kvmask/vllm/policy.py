@@ -1,7 +1,8 @@
 """How vLLM's transfer threads read the store's codes and cut its calls.
 
 One put of everything, whatever its size; gets cut to the owner's staging buffer as vLLM cuts them.
-A get in which a key is refused ends the load. Nothing is tried again within a job.
+A get in which a key is refused ends the load. Nothing is tried again within a job. When the store
+does not answer at all, nothing is asked for some seconds (`kvmask.vllm.outages`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvmask._core import cut_calls
+from kvmask.mooncake import MooncakePolicy
 from kvmask.plans import StorePolicy
 from kvmask.vllm.releases import NO_HANDLE, staging_bytes
 
@@ -25,6 +27,7 @@ class SendingPolicy(StorePolicy):
     """
 
     full_codes = frozenset({NO_HANDLE})
+    outage_codes = MooncakePolicy.outage_codes
     unique_keys = True
 
     def __init__(self, thread: Any) -> None:
@@ -54,6 +57,7 @@ class ReceivingPolicy(StorePolicy):
         thread: Whose gets these are.
     """
 
+    outage_codes = MooncakePolicy.outage_codes
     stops_after_failure = True
 
     def __init__(self, thread: Any) -> None:

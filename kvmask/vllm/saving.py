@@ -8,6 +8,7 @@ early, and put results that do.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -97,19 +98,20 @@ class _Save:
             if call.name == WAIT:
                 plan.feed(call.run(None))
             elif call.name == EXISTS:
-                plan.feed(self.exists(call))
+                plan.feed(self.exists(plan, call))
             elif not self.put(plan, call):
                 return False
-        return True
+        return not plan.failures  # some, where the store did not answer
 
-    def exists(self, call: Call) -> Any:
+    def exists(self, plan: SavePlan, call: Call) -> Any:
         """What the store has of the planned keys."""
         record, n = self.thread._record_operation, len(call.args[0])
         start = time.perf_counter()
         try:
             answers = call.run(self.thread.store)
-        except Exception:
+        except Exception as e:
             record("save_exists", start, n, status="error", num_failed_keys=n)
+            plan.fail(e)
             raise
         record("save_exists", start, n)
         return answers
@@ -133,6 +135,8 @@ class _Save:
                 keys[0],
                 e,
             )
+            with contextlib.suppress(type(e)):  # it raises what says that the call was wrong
+                plan.fail(e.with_traceback(None))
             return False
         failures = plan.feed(results)
         self.answered = True

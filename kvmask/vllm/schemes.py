@@ -16,6 +16,7 @@ from kvmask.errors import AlignmentError
 from kvmask.plans import GroupScheme, PlanTools, Scheme, StorePolicy
 from kvmask.vllm.binding import state
 from kvmask.vllm.layouts import Tables, tables_of
+from kvmask.vllm.outages import ThreadTools, breaker_of
 from kvmask.vllm.releases import StockDatabase, group_id_of
 
 
@@ -136,7 +137,13 @@ def thread_plans(
     scheme = _thread_scheme(databases, places, alignment, steps, rank)
     plans = None
     if scheme is not None:
-        tools = PlanTools(policy(thread), null_block=null_block, stats=False, log=None)  # type: ignore[call-arg]
+        tools = ThreadTools(
+            policy(thread),  # type: ignore[call-arg]
+            null_block=null_block,
+            breaker=breaker_of(thread.store),
+            stats=False,
+            log=None,
+        )
         plans = ThreadPlans(scheme, tools)
     if steps is not None:
         stamp = (places, alignment, list(steps), rank)
