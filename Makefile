@@ -8,6 +8,9 @@ PY := $(VENV)/bin/python
 CC ?= gcc
 # Arguments for the program behind a target: make test ARGS="-k mask"
 ARGS ?=
+# Rounds of `make test-faults`, and seconds of `make soak`.
+ROUNDS ?= 200
+TIME ?= 600
 # Benches run beside the real vLLM where `make test-vllm` has made its environment.
 BENCH_PY := $(firstword $(wildcard .venv-vllm/bin/python) $(PY))
 
@@ -56,6 +59,19 @@ test-asan: setup-dev ## the Python tests on a sanitized extension, built beside 
 	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so.6)" \
 	ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=. \
 	$(CURDIR)/$(PY) -m pytest -p no:cacheprovider -m "not store and not vllm and not gpu" $(ARGS)
+
+.PHONY: test-faults
+test-faults: setup-dev ## random rounds of faults against a real store, every byte compared
+	$(PY) tests/faults/rounds.py --rounds $(ROUNDS) $(ARGS)
+
+.PHONY: test-late
+test-late: setup-dev ## peers and masters that stop and go on: late bytes, and how long calls block
+	$(PY) tests/faults/late.py
+	$(PY) tests/faults/outage.py
+
+.PHONY: soak
+soak: setup-dev ## rounds of faults for TIME seconds, with steady memory
+	$(PY) tests/faults/rounds.py --seconds $(TIME) $(ARGS)
 
 .PHONY: test-vllm
 test-vllm: setup-vllm ## the tests that compare with the real vLLM, in an environment of their own

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
 import threading
+import time
+import weakref
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +32,26 @@ from kvmask.plans.results import LoadResult, SaveResult
 from kvmask.plans.tools import PlanTools
 from kvmask.renewer import Renewer
 from kvmask.request import CacheRequest
+
+# The longest wait of Mooncake's client in one call is 60 s.
+EXIT_SECONDS = 120.0
+_transfers: weakref.WeakSet[KVTransfer] = weakref.WeakSet()
+
+
+@functools.cache
+def _wait_at_exit() -> None:
+    """Have the interpreter's exit wait for calls of daemon threads, once for all transfers.
+
+    A thread that comes back from a call of the store into an interpreter that has ended is ended by
+    Python, in the middle of C++ frames: the process aborts.
+    """
+
+    def wait() -> None:
+        deadline = time.monotonic() + EXIT_SECONDS
+        for transfer in list(_transfers):
+            transfer._end(deadline)
+
+    atexit.register(wait)
 
 
 class KVTransfer:
@@ -129,6 +153,8 @@ class KVTransfer:
         self._running: list[int] = []  # the threads whose calls run
         self._closed = False
         self._pid = os.getpid()
+        _wait_at_exit()
+        _transfers.add(self)
         try:
             self._register()
         except BaseException:
@@ -240,6 +266,17 @@ class KVTransfer:
                 f"got {shown} for {len(left)} of them, at {left[-1]:#x} first",
                 last,
             ) from cause
+
+    def _end(self, deadline: float) -> None:
+        """Let no call begin any more, and wait for those that run."""
+        if os.getpid() != self._pid:
+            return
+        if self._renewer is not None:
+            self._renewer.close()
+        with self._lock:
+            self._closed = True
+            while self._running and (left := deadline - time.monotonic()) > 0:
+                self._lock.wait(left)
 
     def release_retired(self) -> int:
         """Free the bounce memory that was retired, once the store's client is closed.

@@ -55,6 +55,11 @@ def made(store):
     return [store.counts[name] for name in (EXIST, PUT, GET)]
 
 
+def told(how):
+    """The code of a key whose call was not answered."""
+    return CALL_FAILED if how is GONE else how
+
+
 def codes(result):
     return [f.code for f in result.failures]
 
@@ -62,13 +67,13 @@ def codes(result):
 # One plan
 
 
-@pytest.mark.parametrize("how", [GONE, -900], ids=["raised", "code"])
+@pytest.mark.parametrize("how", [GONE, -900, -901], ids=["raised", "code", "silent"])
 def test_a_save_makes_one_call_that_is_not_answered(how):
     source, _ = full_pair(breaker=None)
     source.store.fail(PUT, how, index=1)
     result = source.save(HASHES, 64)
     assert made(source.store) == [1, 2, 0]
-    assert (result.stored, codes(result)) == (1, [-900, NOT_TRIED, NOT_TRIED])
+    assert (result.stored, codes(result)) == (1, [told(how), NOT_TRIED, NOT_TRIED])
     assert result.mark == 16
     causes = [f.cause for f in result.failures]
     if how is GONE:
@@ -76,21 +81,21 @@ def test_a_save_makes_one_call_that_is_not_answered(how):
     else:
         assert causes[0] is None
         assert causes[1] is causes[2]
-        assert (type(causes[1]), causes[1].code) == (StoreError, -900)
+        assert (type(causes[1]), causes[1].code) == (StoreError, how)
     assert source.kv.stats.spared_calls == 2
 
 
-@pytest.mark.parametrize("how", [GONE, -900], ids=["raised", "code"])
+@pytest.mark.parametrize("how", [GONE, -900, -901], ids=["raised", "code", "silent"])
 def test_a_save_whose_question_is_not_answered_puts_nothing(how):
     source, _ = full_pair(breaker=None)
     source.store.fail(EXIST, how)
     result = source.save(HASHES, 64)
     assert made(source.store) == [1, 0, 0]
-    assert codes(result) == [CALL_FAILED] * 4
+    assert codes(result) == [told(how)] * 4
     assert all(f.cause is not None for f in result.failures)
 
 
-@pytest.mark.parametrize("how", [GONE, -900], ids=["raised", "code"])
+@pytest.mark.parametrize("how", [GONE, -900, -901], ids=["raised", "code", "silent"])
 def test_a_load_makes_one_call_that_is_not_answered(how):
     source, target = full_pair(breaker=None)
     source.save(HASHES, 64)
@@ -98,11 +103,11 @@ def test_a_load_makes_one_call_that_is_not_answered(how):
     target.store.fail(GET, how, index=1)
     result = target.load(HASHES, hit)
     assert made(target.store) == [1, 0, 2]
-    assert (result.loaded, codes(result)) == (1, [-900, NOT_TRIED, NOT_TRIED])
+    assert (result.loaded, codes(result)) == (1, [told(how), NOT_TRIED, NOT_TRIED])
     assert (result.usable_tokens, target.kv.stats.spared_calls) == (16, 2)
 
 
-@pytest.mark.parametrize("how", [GONE, -900], ids=["raised", "code"])
+@pytest.mark.parametrize("how", [GONE, -900, -901], ids=["raised", "code", "silent"])
 def test_a_renewal_that_is_not_answered_ends_the_load(how):
     source, target = full_pair(breaker=None)
     source.save(HASHES, 64)
@@ -111,11 +116,11 @@ def test_a_renewal_that_is_not_answered_ends_the_load(how):
     target.store.fail(EXIST, how, index=1)
     result = target.load(HASHES, hit)
     assert made(target.store) == [2, 0, 1]
-    assert codes(result) == [-900] + [NOT_TRIED] * 3
+    assert codes(result) == [CALL_FAILED] + [NOT_TRIED] * 3
 
 
 @pytest.mark.parametrize("memo", [None, PresenceMemo()], ids=["", "memo"])
-@pytest.mark.parametrize("how", [GONE, -900], ids=["raised", "code"])
+@pytest.mark.parametrize("how", [GONE, -900, -901], ids=["raised", "code", "silent"])
 def test_a_lookup_of_windows_ends_with_the_first_call(how, memo):
     """F16: it went on to the left, one call after another."""
     groups = [SlidingWindow(16, window=32)]
@@ -127,7 +132,7 @@ def test_a_lookup_of_windows_ends_with_the_first_call(how, memo):
     assert source.store.counts[EXIST] == before + 1
     assert (hit.length, hit.answered, hit.probes) == (0, False, 1)
     assert hit.unknown == hit.asked > 0
-    assert hit.cause is GONE if how is GONE else hit.cause.code == -900
+    assert hit.cause is GONE if how is GONE else hit.cause.code == how
     assert source.kv.stats.failed_lookups == 1
 
 
@@ -152,6 +157,7 @@ def test_what_is_no_answer_is_for_the_policy_to_say():
     assert not StorePolicy().outage([-900])
     assert not MooncakePolicy().outage([])
     assert MooncakePolicy().outage([-900] * 3)
+    assert MooncakePolicy().outage([-901, -900])
     assert not MooncakePolicy().outage([-900, 0])
     source, _ = pair([FullAttention(16)], 16, 64, policy=Strange())
     source.store.fail(EXIST, -5)

@@ -37,6 +37,7 @@ SETTLED = frozenset(
         Code.OBJECT_HAS_LEASE,
         Code.LEASE_EXPIRED,
         Code.RPC_FAIL,
+        Code.RPC_TIMEOUT,
         Code.UNAVAILABLE_IN_CURRENT_STATUS,
         Code.UNAVAILABLE_IN_CURRENT_MODE,
     )
@@ -102,7 +103,8 @@ class MooncakePolicy(StorePolicy):
     present_codes = frozenset({int(Code.OBJECT_ALREADY_EXISTS)})
     full_codes = frozenset({int(Code.NO_AVAILABLE_HANDLE)})
     renew_codes = frozenset({int(Code.LEASE_EXPIRED)})
-    outage_codes = frozenset({int(Code.RPC_FAIL)})
+    # A master that is gone, and one that accepts calls and stays silent.
+    outage_codes = frozenset({int(Code.RPC_FAIL), int(Code.RPC_TIMEOUT)})
     settled_codes = SETTLED
 
     def __init__(
