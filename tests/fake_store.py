@@ -307,7 +307,7 @@ class FakeStore:
         self._check_registered(parts)
         if key in self.pool:
             return OK  # the first value stays
-        return self._store(key, b"".join(ctypes.string_at(a, s) for a, s in parts))
+        return self._store(key, b"".join(self._read(a, s) for a, s in parts))
 
     def _get_one(self, i: int, key: str, call: Call) -> int:
         if key not in self.pool:
@@ -321,9 +321,15 @@ class FakeStore:
         self._check_registered(parts)
         offset = 0
         for address, size in parts:
-            ctypes.memmove(address, value[offset : offset + size], size)
+            self._write(address, value[offset : offset + size])
             offset += size
         return offset
+
+    def _read(self, address: int, size: int) -> bytes:
+        return ctypes.string_at(address, size)
+
+    def _write(self, address: int, data: bytes) -> None:
+        ctypes.memmove(address, data, len(data))
 
     def _store(self, key: str, value: bytes) -> int:
         if key not in self.pool:
