@@ -114,7 +114,7 @@ def check_facts(facts: Any, name: str) -> dict[str, Fact]:
 def _texts(values: Any, name: str) -> tuple[str, ...]:
     items = (values,) if isinstance(values, str) else values
     if not isinstance(items, Sequence) or not all(isinstance(item, str) for item in items):
-        raise TypeError(f"`{name}` must be text or a sequence of text, got {values!r}")
+        raise TypeError(f"`{name}` must be text or a sequence of text, got {shown(values)}")
     return tuple(items)
 
 
@@ -199,6 +199,9 @@ class PayloadFacts:
             block_size: Tokens per block.
             state: A block is one state rather than so many tokens.
         """
+        if not hasattr(layout, "tensors") or not hasattr(layout, "block_bytes"):
+            raise TypeError(f"`layout` must be a KVLayout, got {type(layout).__name__}")
+        check_integer(block_size, "block_size")
         if not layout.tensors:
             return cls(block_bytes=layout.block_bytes)
         kinds = {
@@ -262,7 +265,12 @@ class PayloadFacts:
         Args:
             other: The other's facts.
             subset: The other may have fewer kinds of tensors, as a pipeline stage can.
+
+        Raises:
+            TypeError: It is no PayloadFacts.
         """
+        if not isinstance(other, PayloadFacts):
+            raise TypeError(f"`other` must be PayloadFacts, got {type(other).__name__}")
         found = []
         for name in ("dtype", "layout", "token_bytes", "layers", "block_bytes"):
             mine, theirs = getattr(self, name), getattr(other, name)

@@ -169,7 +169,7 @@ def test_the_check():
         check_integer(-(10**400), "a")
     with pytest.raises(ArgumentError, match=r"got an integer of 1329 bits$"):
         check_integer(10**400, "a", 0, 7)
-    assert check_integer(10**400, "a") == 10**400
+    assert check_integer(10**70, "a") == 10**70
     assert type(check_integer(Odd(3), "a")) is int
 
 

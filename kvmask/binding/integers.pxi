@@ -2,6 +2,8 @@
 
 # A longer integer is not written out in a message: Python refuses past some thousands of digits.
 cdef int c_shown_bits = 256
+# What an integer without a limit of its own stays below.
+cdef object c_most = _operator.lshift(1, c_shown_bits)
 
 
 cdef object shown_integer(object number):
@@ -33,7 +35,7 @@ def check_integer(value, str name not None, low=1, high=None, *, error=ArgumentE
         value: Whatever Python takes as an index: int, NumPy integers, but no bool.
         name: What messages call it, put between backticks unless it holds some.
         low: Least value.
-        high: Largest value; None for no limit.
+        high: Largest value; None for any that can be written out.
         error: Exception class of a value out of range.
 
     Returns:
@@ -47,7 +49,7 @@ def check_integer(value, str name not None, low=1, high=None, *, error=ArgumentE
     3
     """
     cdef object number = None
-    if PyLong_CheckExact(value) and value >= low and (high is None or value <= high):
+    if PyLong_CheckExact(value) and value >= low and value < (c_most if high is None else high + 1):
         return value
     if not isinstance(value, bool):
         try:
@@ -63,6 +65,8 @@ def check_integer(value, str name not None, low=1, high=None, *, error=ArgumentE
     if high is None:
         if number < low:
             raise error(f"{name} must be at least {low}, got {shown_integer(number)}")
+        if number >= c_most:
+            raise error(f"{name} must be below 2**{c_shown_bits}, got {shown_integer(number)}")
     elif not low <= number <= high:
         raise error(f"{name} must be from {low} to {high}, got {shown_integer(number)}")
     return number

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from kvmask._core import BlockHashes
+from kvmask._core import BlockHashes, shown
 from kvmask.contract.bound import BoundContract
 from kvmask.contract.memory import (
     LocalPlace,
@@ -170,16 +170,16 @@ class Contract(Portable):
         names, members = named_groups(groups)
         if hashing is _DEFAULT:
             hashing = Hashing()
-        for value, kind, name, shown in (
+        for value, kind, name, wanted in (
             (hashing, Hashing | None, "hashing", "a Hashing, such as Hashing('sha256'), or None"),
             (ranks, RankGrid, "ranks", "RankGrid"),
             (partial_hits, bool, "partial_hits", "bool"),
             (sealed, bool, "sealed", "bool"),
         ):
             if not isinstance(value, kind):
-                raise TypeError(f"`{name}` must be {shown}, got {type(value).__name__}")
+                raise TypeError(f"`{name}` must be {wanted}, got {type(value).__name__}")
         if not isinstance(states, str) or states not in STATES:
-            raise ArgumentError(f"`states` must be one of {', '.join(STATES)}, got {states!r}")
+            raise ArgumentError(f"`states` must be one of {', '.join(STATES)}, got {shown(states)}")
         coordinator = Coordinator(
             members,
             hash_block_size=hash_block_size,

@@ -441,7 +441,8 @@ def write_text(path: str | os.PathLike[str], text: str, *, private: bool) -> Non
 def read_text(path: str | os.PathLike[str]) -> str:
     """The text of a file, or so much of it that `decode` refuses its length."""
     try:
-        with open(path, encoding="utf-8") as file:
+        # An integer would be a file that is open already, and closed after that.
+        with open(os.fspath(path), encoding="utf-8") as file:
             return file.read(MAX_CHARACTERS + 1)
     except UnicodeDecodeError as error:
         raise ArgumentError(

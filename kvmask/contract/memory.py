@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from kvmask.contract.templates import FilledGroup
 from kvmask.errors import AlignmentError, ArgumentError
-from kvmask.groups import ChunkedLocal, Group, Mamba
+from kvmask.groups import KINDS, ChunkedLocal, Group, Mamba
 from kvmask.layout import KVLayout
 from kvmask.payload import PayloadFacts
 from kvmask.ranks import GroupRanks, OwnRanks
@@ -34,6 +34,10 @@ def named_groups(groups: Any) -> tuple[tuple[str, ...], tuple[Group, ...]]:
     if isinstance(groups, Mapping):
         names, members = tuple(groups), tuple(groups.values())
     elif isinstance(groups, Sequence) and not isinstance(groups, str):
+        kinds = tuple(KINDS.values())
+        for item in groups:  # before anything is made of all: a wrong sequence can be endless
+            if not isinstance(item, kinds):
+                raise TypeError(f"`groups` must hold kvmask groups, got {type(item).__name__}")
         names, members = tuple(str(i) for i in range(len(groups))), tuple(groups)
     else:
         raise TypeError(

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from kvmask import _core
-from kvmask._core import MAX_BLOCK_TOKENS, BlockHashes, check_integer
+from kvmask._core import MAX_BLOCK_TOKENS, BlockHashes, check_integer, shown
 from kvmask.errors import ArgumentError, HashInputError
 from kvmask.hashing.cbor import canonical_cbor
 from kvmask.hashing.digests import sha256, xxh3_128
@@ -59,7 +59,7 @@ def _kind(algorithm: str) -> tuple[int, Callable[[], Any], int]:
         return _KINDS[algorithm]
     except (KeyError, TypeError):
         raise ArgumentError(
-            f"`algorithm` must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}"
+            f"`algorithm` must be one of {', '.join(ALGORITHMS)}, got {shown(algorithm)}"
         ) from None
 
 
@@ -84,7 +84,7 @@ def _release(release: str) -> tuple[int, int]:
         return int(major), int(minor)
     except (ValueError, AttributeError):
         raise ArgumentError(
-            f"`release` must be a vLLM release such as '0.32', got {release!r}"
+            f"`release` must be a vLLM release such as '0.32', got {shown(release)}"
         ) from None
 
 

@@ -19,7 +19,7 @@ import struct
 from typing import Any
 
 from kvmask import _core
-from kvmask._core import MAX_BLOCK_TOKENS, BlockHashes, check_integer
+from kvmask._core import MAX_BLOCK_TOKENS, BlockHashes, check_integer, shown
 from kvmask.errors import ArgumentError, HashInputError, MissingDependencyError
 from kvmask.hashing.cbor import canonical_cbor
 from kvmask.hashing.chain import hash_tokens, start_hash
@@ -68,7 +68,9 @@ def lmcache_chunk_hashes(
     chunk_size = check_integer(chunk_size, "chunk_size", 1, MAX_BLOCK_TOKENS)
     known = ("sha256_cbor", "sha256", *(("blake3",) if objects else ()))
     if algorithm not in known:
-        raise ArgumentError(f"`algorithm` must be one of {', '.join(known)}, got {algorithm!r}")
+        raise ArgumentError(
+            f"`algorithm` must be one of {', '.join(known)}, got {shown(algorithm)}"
+        )
     if objects and algorithm != "blake3":
         return hash_tokens(token_ids, chunk_size, algorithm, seed)
     ids = _core.TokenIds(token_ids)

@@ -7,7 +7,7 @@ import hashlib
 import hmac
 from dataclasses import dataclass, field
 
-from kvmask._core import BlockHashes
+from kvmask._core import BlockHashes, shown
 from kvmask.errors import ArgumentError, HashInputError
 from kvmask.hashing.chain import digest_size, start_hash
 
@@ -80,7 +80,7 @@ class Hashing:
             or len(self.check) != 16
             or set(self.check) - set("0123456789abcdef")
         ):
-            raise ArgumentError(f"`check` must be 16 hex digits, got {self.check!r}")
+            raise ArgumentError(f"`check` must be 16 hex digits, got {shown(self.check)}")
         start: bytes | None
         if self.start is not None:
             start = _start(self.start)
@@ -143,6 +143,8 @@ def check_digests(hashes: BlockHashes, block_size: int, hashing: Hashing | None)
     Raises:
         ArgumentError: They are known to be others. A start is named by its `start_digest` alone.
     """
+    if not isinstance(hashes, BlockHashes):
+        raise TypeError(f"`hashes` must be BlockHashes, got {type(hashes).__name__}")
     origin = hashes.origin
     if origin is not None and origin.block_size != block_size:
         raise ArgumentError(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvmask._core import Bitset, BlockHashes, KeyBuilder, build_keys, check_integer
+from kvmask._core import Bitset, BlockHashes, KeyBuilder, build_keys, check_integer, shown
 from kvmask.errors import ArgumentError, KeyFormatError, KeyFormatWarning
 
 Hashes = BlockHashes | Sequence[bytes]
@@ -48,6 +48,15 @@ def check_counts(schema: object, names: Sequence[str], low: int = 0, high: int =
         object.__setattr__(schema, name, value)  # the dataclasses are frozen
 
 
+def check_flags(schema: object, names: Sequence[str]) -> None:
+    """Refuse a field that is neither True nor False."""
+    for name in names:
+        if not isinstance(getattr(schema, name), bool):
+            raise TypeError(
+                f"`{name}` must be True or False, got {type(getattr(schema, name)).__name__}"
+            )
+
+
 def warn(message: str) -> None:
     """Warn at the caller of a schema's constructor."""
     # warn, __post_init__, __init__, caller
@@ -66,7 +75,7 @@ def release_number(release: str, name: str = "release") -> tuple[int, int]:
     """(major, minor) of a release such as "0.32.0"."""
     found = re.match(r"(\d+)\.(\d+)", release) if isinstance(release, str) else None
     if not found:
-        raise ArgumentError(f"`{name}` must be a release such as '0.32', got {release!r}")
+        raise ArgumentError(f"`{name}` must be a release such as '0.32', got {shown(release)}")
     return int(found[1]), int(found[2])
 
 
@@ -176,6 +185,8 @@ class KeySchema:
 
     def _filled(self, place: KeyPlace) -> dict[str, Any]:
         """The fields that a place fills in."""
+        if not isinstance(place, KeyPlace):
+            raise TypeError(f"`place` must be a KeyPlace, got {type(place).__name__}")
         return {name: getattr(place, source) for name, source in self.places.items()}
 
     def _with(self: S, **fields: Any) -> S:

@@ -34,9 +34,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvmask._core import KeyBuilder, check_integer
+from kvmask._core import KeyBuilder, check_integer, shown
 from kvmask.errors import ArgumentError, KeyFormatError
-from kvmask.keys.base import KeySchema, check_counts, check_tags, check_text, read_digest, warn
+from kvmask.keys.base import (
+    KeySchema,
+    check_counts,
+    check_flags,
+    check_tags,
+    check_text,
+    read_digest,
+    warn,
+)
 
 #: LMCache's names of torch dtypes, by torch's.
 DTYPES = {
@@ -102,6 +110,7 @@ class LMCacheKeys(KeySchema):
 
     def __post_init__(self) -> None:
         check_text(self.model, "model")
+        check_flags(self, ("number",))
         check_counts(self, ("world_size",), 1)
         check_counts(self, ("worker_id",))
         if not self.model:
@@ -110,7 +119,9 @@ class LMCacheKeys(KeySchema):
             warn(f"`model` {self.model!r} holds '@', which separates the parts of a key")
         dtype = DTYPES.get(self.dtype, self.dtype)
         if dtype not in DTYPES.values():
-            raise ArgumentError(f"`dtype` must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+            raise ArgumentError(
+                f"`dtype` must be one of {', '.join(DTYPES)}, got {shown(self.dtype)}"
+            )
         if self.layer_id is not None:
             check_counts(self, ("layer_id",))
         check_tags(self)

@@ -40,6 +40,7 @@ from kvmask.keys.base import (
     KeySchema,
     Mask,
     check_counts,
+    check_flags,
     check_text,
     read_digest,
     warn,
@@ -120,6 +121,7 @@ class SglangKeys(KeySchema):
     def __post_init__(self) -> None:
         check_text(self.model, "model")
         check_text(self.part, "part")
+        check_flags(self, ("mla",))
         check_counts(self, ("tp_rank", "pp_rank", "dcp_rank", "cp_rank"))
         check_counts(self, ("pp_size", "dcp_size", "cp_size", "tp_size", "page_size"), 1)
         for name in ("pp", "dcp", "cp"):

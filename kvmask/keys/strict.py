@@ -158,9 +158,14 @@ class StrictKeys(KeySchema):
         Args:
             digest: 16 hex digits.
 
+        Raises:
+            ArgumentError: It is none.
+
         >>> StrictKeys("m").with_facts_digest("0123456789abcdef").prefix
         'kvm1@m@@@0123456789abcdef@tp0@pcp0@dcp0@pp0@g0'
         """
+        if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{16}", digest):
+            raise ArgumentError(f"`digest` must be 16 hex digits, got {shown(digest)}")
         return self._with(facts={}, facts_digest=digest)
 
     @property

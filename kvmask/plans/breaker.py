@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
+from kvmask._core import shown
 from kvmask.errors import ArgumentError, StoreError
 
 
@@ -46,7 +47,7 @@ class Breaker:
         if isinstance(given, bool) or not isinstance(given, Real):
             raise TypeError(f"`seconds` must be a number, got {type(given).__name__}")
         if not 0 < seconds < math.inf:
-            raise ArgumentError(f"`seconds` must be more than 0 and finite, got {seconds}")
+            raise ArgumentError(f"`seconds` must be more than 0 and finite, got {shown(seconds)}")
         self.seconds = seconds
         self._clock = clock
         self._lock = threading.Lock()
@@ -92,7 +93,7 @@ class Breaker:
             if self.open:
                 return False
             self._code = getattr(error, "code", None)
-            self._shown = repr(error)[:300]
+            self._shown = shown(error)
             self.outages += 1
             self.open = True
             return True

@@ -260,6 +260,8 @@ def is_wrong_call(error: BaseException) -> bool:
 
     What is no ``Exception`` (an interrupt, a cancelled task) belongs to the caller too.
     """
+    if not isinstance(error, BaseException):
+        raise TypeError(f"`error` must be an exception, got {type(error).__name__}")
     wrong = (TypeError, AttributeError, NameError, NotImplementedError, AssertionError)
     return isinstance(error, wrong) or not isinstance(error, Exception)
 

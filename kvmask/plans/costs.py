@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING
 
-from kvmask._core import check_integer
+from kvmask._core import check_integer, shown
 from kvmask.errors import ArgumentError, StoreError
 
 if TYPE_CHECKING:
@@ -54,10 +54,15 @@ class CostModel:
                     f"`{name}` must be a number, got {type(getattr(self, name)).__name__}"
                 )
         for name in ("call", "missing", "present"):
-            if not getattr(self, name) > 0:
-                raise ArgumentError(f"`{name}` must be more than 0, got {getattr(self, name)}")
+            given = getattr(self, name)
+            if not given > 0:
+                raise ArgumentError(f"`{name}` must be more than 0, got {shown(given)}")
+            try:
+                float(given)
+            except OverflowError:
+                raise ArgumentError(f"`{name}` must fit a float, got {shown(given)}") from None
         if not 0 <= self.miss_rate <= 1:
-            raise ArgumentError(f"`miss_rate` must be from 0 to 1, got {self.miss_rate}")
+            raise ArgumentError(f"`miss_rate` must be from 0 to 1, got {shown(self.miss_rate)}")
         first = max(1, round(min(self.call / self.missing, 1 << 20)))
         object.__setattr__(self, "first_batch", first)
         object.__setattr__(self, "slack", max(1, round(first * self.miss_rate)))

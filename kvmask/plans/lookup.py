@@ -6,7 +6,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvmask._core import MAX_TOKENS, Bitset, BlockHashes, LookupCore, check_integer, read_answers
+from kvmask._core import (
+    MAX_TOKENS,
+    Bitset,
+    BlockHashes,
+    LookupCore,
+    check_integer,
+    read_answers,
+    shown,
+)
 from kvmask.coordinator import Hit
 from kvmask.errors import ArgumentError, PlanStateError, StoreError
 from kvmask.plans.breaker import Breaker, no_answer
@@ -27,7 +35,7 @@ def check_strategy(strategy: Any) -> str:
         ArgumentError: There is no such strategy.
     """
     if not isinstance(strategy, str) or strategy not in STRATEGIES:
-        raise ArgumentError(f"`strategy` must be one of {STRATEGIES}, got {strategy!r}")
+        raise ArgumentError(f"`strategy` must be one of {STRATEGIES}, got {shown(strategy)}")
     return str(strategy)
 
 
@@ -306,8 +314,9 @@ class LookupPlan:
             PlanStateError: There was no call.
             BaseException: ``error`` itself when it says that the call was wrong.
         """
+        wrong = is_wrong_call(error)
         keys = self._taken()
-        if is_wrong_call(error):
+        if wrong:
             self._finish(error, len(keys))
             error.partial_result = self._result  # type: ignore[attr-defined]
             raise error

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any
 
-from kvmask._core import check_integer
+from kvmask._core import check_integer, shown
 from kvmask.errors import ArgumentError
 
 
@@ -47,7 +47,7 @@ class KeyMemo:
         if not isinstance(given, Real):
             raise TypeError(f"`seconds` must be a number, got {type(given).__name__}")
         if not seconds > 0:
-            raise ArgumentError(f"`seconds` must be more than 0, got {seconds}")
+            raise ArgumentError(f"`seconds` must be more than 0, got {shown(seconds)}")
         check_integer(capacity, "capacity")
         self._seconds = seconds
         self._capacity = capacity

@@ -18,6 +18,7 @@ Three things are worth keeping, in this order:
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterator
 from numbers import Real
 from typing import Any
 
-from kvmask._core import Bitset, BlockHashes, HitEnds, build_keys, check_integer
+from kvmask._core import Bitset, BlockHashes, HitEnds, build_keys, check_integer, shown
 from kvmask.coordinator import Hit
 from kvmask.errors import ArgumentError
 from kvmask.plans.held import Held
@@ -79,10 +80,10 @@ class Renewals:
             given: Any = value
             if isinstance(given, bool) or not isinstance(given, Real):
                 raise TypeError(f"`{name}` must be a number, got {type(given).__name__}")
-        if not 0 < interval < float("inf"):
-            raise ArgumentError(f"`interval` must be more than 0 and finite, got {interval}")
+        if not 0 < interval <= sys.float_info.max:
+            raise ArgumentError(f"`interval` must be more than 0 and finite, got {shown(interval)}")
         if not 0 <= share <= 1:
-            raise ArgumentError(f"`share` must be from 0 to 1, got {share}")
+            raise ArgumentError(f"`share` must be from 0 to 1, got {shown(share)}")
         self.interval = float(interval)
         self.share = float(share)
         self.renewed = 0
