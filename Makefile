@@ -17,6 +17,10 @@ BENCH_PY := $(firstword $(wildcard .venv-vllm/bin/python) $(PY))
 C_TESTS := $(patsubst tests/c/%.c,build/c/%,$(wildcard tests/c/test_*.c))
 C_FLAGS := -std=c11 -g -O1 -Wall -Wextra -Werror -Ikvmask/csrc \
 	-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+# What `make fuzz` runs: seconds in all, half of them for C.
+TIME ?= 60
+CLANG ?= clang
+FUZZERS := $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/*.c))
 ASAN := build/asan
 # What `make test-vllm` runs of vLLM itself: its connector's tests, and whole engines.
 VLLM_SUITES ?= $(shell python3 kvmask/versions.py)
@@ -29,8 +33,8 @@ ASCEND_CASES ?= 100000
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-.PHONY: setup-demo setup-dev setup-vllm
-setup-demo setup-dev setup-vllm: setup-%:
+.PHONY: setup-demo setup-dev setup-vllm setup-fuzz
+setup-demo setup-dev setup-vllm setup-fuzz: setup-%:
 	@scripts/bootstrap.sh $*
 
 .PHONY: demo
@@ -48,6 +52,23 @@ test-c: $(C_TESTS) ## the C headers' own tests, with sanitizers
 build/c/%: tests/c/%.c $(wildcard tests/c/*.h kvmask/csrc/*.h)
 	@mkdir -p $(@D)
 	$(CC) $(C_FLAGS) $< -o $@ -lm -ldl
+
+.PHONY: fuzz
+fuzz: setup-fuzz $(FUZZERS:%=build/fuzz/%) ## libFuzzer over the C headers, then a fuzzer of the public names: make fuzz TIME=600
+	@for name in $(FUZZERS); do \
+		mkdir -p build/fuzz/corpus/$$name; \
+		build/fuzz/$$name -max_total_time=$$(($(TIME) / 2 / $(words $(FUZZERS)) + 1)) -max_len=512 \
+			-artifact_prefix=build/fuzz/$$name- -print_final_stats=1 -verbosity=1 -close_fd_mask=1 \
+			build/fuzz/corpus/$$name tests/fuzz/corpus/$$name 2>build/fuzz/$$name.log || \
+			{ tail -n 40 build/fuzz/$$name.log >&2; exit 1; }; \
+		echo "$$name: $$(sed -n 's/.*DONE *//p; s/stat::number_of_executed_units: */runs: /p' \
+			build/fuzz/$$name.log | paste -sd ' ')"; \
+	done
+	$(PY) tests/fuzz/public_names.py --seconds $$(($(TIME) / 2)) $(ARGS)
+
+build/fuzz/%: tests/fuzz/%.c $(wildcard tests/c/*.[ch] kvmask/csrc/*.h)
+	@mkdir -p $(@D)
+	$(CLANG) $(C_FLAGS) -fsanitize=fuzzer $< -o $@ -ldl
 
 .PHONY: test-asan
 test-asan: setup-dev ## the Python tests on a sanitized extension, built beside the normal one
@@ -108,7 +129,7 @@ lint: setup-dev ## formatters in check mode, linters, types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cython-lint kvmask  # it runs pycodestyle by name
-	$(VENV)/bin/clang-format --dry-run -Werror kvmask/csrc/*.h $(wildcard tests/c/*.[ch])
+	$(VENV)/bin/clang-format --dry-run -Werror kvmask/csrc/*.h $(wildcard tests/c/*.[ch] tests/fuzz/*.c)
 	$(VENV)/bin/mypy
 
 .PHONY: docs
@@ -120,7 +141,7 @@ docs: setup-dev ## check the documentation, and build it with the API reference 
 format: setup-dev ## rewrite the sources as `make lint` wants them
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
-	$(VENV)/bin/clang-format -i kvmask/csrc/*.h $(wildcard tests/c/*.[ch])
+	$(VENV)/bin/clang-format -i kvmask/csrc/*.h $(wildcard tests/c/*.[ch] tests/fuzz/*.c)
 
 .PHONY: clean
 clean: ## remove what was built; the environments stay

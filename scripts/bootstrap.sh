@@ -4,6 +4,7 @@
 #     scripts/bootstrap.sh demo    .venv with NumPy and Mooncake, kvmask built in place
 #     scripts/bootstrap.sh dev     the same, and the packages for tests, linters and benches
 #     scripts/bootstrap.sh vllm    .venv-vllm with the real vLLM (CPU build)
+#     scripts/bootstrap.sh fuzz    the same as dev, with Atheris, and clang with libFuzzer
 #
 # Environment: PYTHON names the Python to use (3.11 or newer); KVMASK_NO_APT=1 forbids apt-get.
 set -euo pipefail
@@ -13,9 +14,10 @@ kind=${1:-dev}
 case $kind in
     demo) venv=.venv requirements=requirements.txt ;;
     dev) venv=.venv requirements=requirements-dev.txt ;;
+    fuzz) venv=.venv requirements=requirements-fuzz.txt ;;
     vllm) venv=.venv-vllm requirements=requirements-vllm.txt ;;
     *)
-        echo "usage: $0 demo|dev|vllm" >&2
+        echo "usage: $0 demo|dev|vllm|fuzz" >&2
         exit 2
         ;;
 esac
@@ -53,6 +55,11 @@ for pair in libibverbs.so.1:libibverbs1 librdmacm.so.1:librdmacm1 libnuma.so.1:l
 done
 echo 'int main(void) { return 0; }' >build/.probe.c
 ${CC:-gcc} -o build/.probe build/.probe.c 2>/dev/null || missing+=(gcc libc6-dev)
+if [ "$kind" = fuzz ]; then
+    echo 'int LLVMFuzzerTestOneInput(void);int LLVMFuzzerTestOneInput(void) { return 0; }' >build/.probe.c
+    "${CLANG:-clang}" -fsanitize=fuzzer,address -o build/.probe build/.probe.c 2>/dev/null ||
+        missing+=(clang libclang-rt-dev)
+fi
 rm -f build/.probe build/.probe.c
 "$python" -c 'import os, sys, sysconfig
 sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
@@ -91,7 +98,8 @@ done_before() { [ "$(cat "$1" 2>/dev/null)" = "$2" ]; }
 version=$("$py" -c 'import sys; print(sys.version)')
 wanted=$(digest requirements*.txt <(echo "$version"))
 # `dev` installs everything that `demo` needs.
-if ! done_before "$venv/.stamp-$kind" "$wanted" && ! done_before "$venv/.stamp-dev" "$wanted"; then
+also=$([ "$kind" = fuzz ] || echo "$venv/.stamp-dev")
+if ! done_before "$venv/.stamp-$kind" "$wanted" && ! done_before "$also" "$wanted"; then
     say "installing $requirements"
     "$py" -m pip install -qq --disable-pip-version-check -r "$requirements" </dev/null
     if [ "$kind" = vllm ]; then

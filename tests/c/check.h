@@ -82,9 +82,9 @@ static inline int64_t check_between(int64_t low, int64_t high) {
     return low + (int64_t)check_below((uint64_t)(high - low) + 1);
 }
 
-/* True about `percent` times in a hundred. */
+/* True about `percent` times in a hundred, and not where a fuzzer's input has ended. */
 static inline bool check_chance(int percent) {
-    return check_between(1, 100) <= percent;
+    return check_between(1, 100) > 100 - percent;
 }
 
 /* A length that hugs the edge of a word more often than not. */
