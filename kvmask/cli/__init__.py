@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -25,10 +26,15 @@ from kvmask.errors import ArgumentError, KVMaskError
 def run_doctor(args: argparse.Namespace) -> int:
     from kvmask.cli import doctor
 
-    good = True
+    good, rows = True, []
     for name, works, text in doctor.run(args.config, args.timeout):
-        print(f"{'ok  ' if works else 'FAIL'} {name:10} {text}", flush=True)
+        if args.json:
+            rows.append({"check": name, "ok": works, "text": text})
+        else:
+            print(f"{'ok  ' if works else 'FAIL'} {name:10} {text}", flush=True)
         good = good and works
+    if args.json:
+        print(json.dumps({"kvmask": __version__, "ok": good, "checks": rows}, indent=2))
     return 0 if good else 1
 
 
@@ -74,7 +80,8 @@ def build_parser() -> argparse.ArgumentParser:
         "doctor",
         "check this machine, one line per check",
         "Check this machine, one line per check: Python, the compiled core, libraries, Mooncake, "
-        "the store's configuration, its pool, and a round trip of bytes between two processes. "
+        "vLLM and kvmask's plugin where it is installed, the store's configuration, its pool, and "
+        "a round trip of bytes between two processes. "
         "Exit with 1 if a check fails.",
         "kvmask doctor --config mooncake.json",
     )
@@ -88,6 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="for each process of a round trip",
     )
+    doctor.add_argument("--json", action="store_true", help="print JSON, for bug reports")
     doctor.set_defaults(run=run_doctor)
 
     demo = add_command(

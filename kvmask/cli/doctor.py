@@ -2,7 +2,7 @@
 
 Two of them move bytes. `pool` asks the pool of the configuration and gives it no memory. `round
 trip` uses a master of its own, so it may give memory and take it away again. Both let a second
-process get what a first one put; see `trip`.
+process get what a first one put; see `trip`. What concerns vLLM is left out where there is none.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from kvmask import mooncake
-from kvmask.cli import trip
+from kvmask import mooncake, switch
+from kvmask.cli import engines, trip
 from kvmask.errors import KVMaskError, StoreError
 
 LIBRARIES = ("libibverbs.so.1", "librdmacm.so.1", "libnuma.so.1")
@@ -200,6 +200,11 @@ def _named() -> bool:
     return any(os.environ.get(name, "").strip() for name in names)
 
 
+def switched_on() -> bool:
+    """Whether the environment says that kvmask is to act in an engine."""
+    return switch.is_on(switch.SWITCH) is not False
+
+
 def run(config: str | None = None, limit: float = 60.0) -> Iterator[Check]:
     """Run all checks in order. A check runs even if earlier ones failed.
 
@@ -245,12 +250,16 @@ def run(config: str | None = None, limit: float = 60.0) -> Iterator[Check]:
         ("libraries", _libraries),
         ("mooncake", _package),
         ("master", _program),
+        ("vllm", lambda: engines.check_vllm(limit)),
+        ("plugin", engines.check_plugin),
         ("config", configuration),
         ("pool", pool),
         ("round trip", lambda: _own_trip(read(), limit)),
     ]
-    if not given:
-        checks = [check for check in checks if check[0] != "pool"]
+    left_out = set() if given else {"pool"}
+    if engines.vllm_version() is None and not switched_on():
+        left_out |= {"vllm", "plugin"}  # this machine serves no engine
+    checks = [check for check in checks if check[0] not in left_out]
     for name, check in checks:
         try:
             yield name, True, check()
