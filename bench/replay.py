@@ -48,6 +48,7 @@ import vllm_side
 from shapes import DIGEST_BYTES, SHAPES, Shape, block_hashes
 
 from kvmask import Contract, HitHints, KVLayout, KVTransfer, mooncake
+from kvmask.cli.terminal import Progress
 
 BLOCK_BYTES = 16
 # Mooncake's offset allocator (0.3.13.post1) holds at most one object per KiB of a segment, whatever
@@ -200,6 +201,7 @@ def replay(
     cold: int = 50,
     hint_slots: int = 1 << 20,
     progress: Callable[[str], None] = lambda text: None,
+    counted: Callable[[int], None] = lambda done: None,
 ) -> Outcome:
     """Replay requests against an empty store.
 
@@ -212,7 +214,8 @@ def replay(
         hint_slots: Size of the table of hints. The default is that of KVTransfer.
         cold: Number of requests that are looked up before anything is saved. They count the calls
             with an empty store.
-        progress: Called with a line of text from time to time.
+        progress: Called with a line of text when something is wrong.
+        counted: Called with the number of requests that are done.
     """
     counting = Counting(store)
     memories = [ctypes.create_string_buffer(2 * BLOCK_BYTES * len(shape.groups)) for _ in range(3)]
@@ -267,8 +270,7 @@ def replay(
         done += 1
         tokens += request.input_length
         hit_tokens += hit
-        if done % 1000 == 0:
-            progress(f"{done} requests, {hinted.stats.stored_keys} keys saved")
+        counted(done)
     outcome = Outcome(
         shape.name,
         done,
@@ -368,9 +370,12 @@ def under_pressure(args: argparse.Namespace, requests: Sequence[traces.Request])
     print(f"{args.shape}, {args.trace or f'{kind}, seed {args.seed}'}: {len(requests)} requests")
     print(pressure.HEAD)
     rows = []
-    for row in pressure.measure(SHAPES[args.shape], requests, args.capacity):
-        print(pressure.line(row), flush=True)
-        rows.append(row)
+    with Progress(f"replaying {len(requests)} requests") as progress:
+        progress.step("with a store that holds everything")
+        for row in pressure.measure(SHAPES[args.shape], requests, args.capacity):
+            progress.say(pressure.line(row))
+            progress.step(f"after {row.name} with {row.capacity:.0%} of the keys")
+            rows.append(row)
     if args.json:
         text = json.dumps([vars(row) for row in rows], indent=1)
         Path(args.json).write_text(text + "\n", encoding="utf-8")
@@ -415,7 +420,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if with_vllm:
         vllm_side.engine()
-    with open_store(args.store, objects(SHAPES[args.shape], requests)) as store:
+    shown = Progress("requests")
+    with shown, open_store(args.store, objects(SHAPES[args.shape], requests)) as store:
         outcome = replay(
             SHAPES[args.shape],
             requests,
@@ -424,6 +430,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             limit=args.limit,
             hint_slots=args.hint_slots,
             progress=lambda text: print(text, file=sys.stderr, flush=True),
+            counted=lambda done: shown(done, len(requests)),
         )
     print(report(outcome))
     if args.json:

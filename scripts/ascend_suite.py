@@ -22,6 +22,8 @@ from pathlib import Path
 
 from ascend_source import BUILD, VERSIONS, source
 
+from kvmask.cli.terminal import Progress
+
 PROJECT = Path(__file__).resolve().parent.parent
 TESTS = "tests/ut/distributed/ascend_store"
 # The stand-ins of the tests replace what is not there yet: the real vLLM must come first.
@@ -95,8 +97,11 @@ def main() -> int:
     parser.add_argument("--timeout", type=int, default=1800, help="seconds for one of the two runs")
     args = parser.parse_args()
     unpacked = source(args.version, args.sources)
-    stock = outcomes(unpacked, args.version, "0", args.timeout)
-    mine = outcomes(unpacked, args.version, "1", args.timeout)
+    with Progress(f"vllm-ascend {args.version}") as progress:
+        progress.step("its tests without kvmask")
+        stock = outcomes(unpacked, args.version, "0", args.timeout)
+        progress.step("its tests with kvmask")
+        mine = outcomes(unpacked, args.version, "1", args.timeout)
     differ = [name for name in sorted({*stock, *mine}) if stock.get(name) != mine.get(name)]
     for name in differ:
         print(f"{name}: {stock.get(name)} without kvmask, {mine.get(name)} with it")

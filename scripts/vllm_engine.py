@@ -233,9 +233,13 @@ def main() -> int:
         os.environ.update(SETTINGS)
         print(json.dumps(serve(args.model, args.side)))
         return 0
+    from kvmask.cli.terminal import Progress
+
     paths = os.pathsep.join([str(PROJECT), os.environ.get("PYTHONPATH", "")])
     seen = {}
+    progress = Progress(args.model)
     for side in SIDES:
+        progress.step(side)
         done = subprocess.run(
             [sys.executable, __file__, args.model, "--side", side],
             env=os.environ | {"PYTHONPATH": paths},
@@ -246,11 +250,12 @@ def main() -> int:
         )
         lines = done.stdout.strip().splitlines()
         if done.returncode or not lines:
+            progress.close()
             sys.exit(f"{args.model} {side} failed:\n{done.stderr[-3000:]}")
         seen[side] = json.loads(lines[-1])
-        print(
-            args.model, side, "hits", seen[side]["hits"], "drift", seen[side]["drift"], flush=True
-        )
+        hits, drift = seen[side]["hits"], seen[side]["drift"]
+        progress.say(f"{args.model} {side} hits {hits} drift {drift}")
+    progress.close()
     stock = seen["stock"]
     good = any(stock["hits"])
     for side, result in seen.items():

@@ -31,6 +31,8 @@ from typing import Any
 
 from vllm_source import VERSIONS, source
 
+from kvmask.cli.terminal import Progress
+
 PROJECT = Path(__file__).resolve().parent.parent
 TESTS = "tests/v1/kv_connector/unit"
 FILES = ("coordinator", "worker", "layout", "prepare_values", "hma_e2e", "scheduler", "connector")
@@ -196,7 +198,9 @@ def main() -> int:
     args = parser.parse_args()
     unpacked = source(args.version, args.sources)
     ways = list(dict.fromkeys(args.way or WAYS))
-    found = outcomes(unpacked, ["stock", *ways], args)
+    with Progress(f"vLLM {args.version}") as progress:
+        progress.step(f"its tests with {', '.join(['stock', *ways])}")
+        found = outcomes(unpacked, ["stock", *ways], args)
     print(f"{args.version} stock: {counted(found['stock'])}", flush=True)
     wrong = [compare(args.version, way, found["stock"], found[way]) for way in ways]
     return 1 if any(wrong) else 0

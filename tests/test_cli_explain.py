@@ -10,6 +10,8 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
+import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -405,8 +407,32 @@ def test_progress_is_one_line_that_goes_away(monkeypatch):
         assert stream.text == ""  # not yet two seconds
         progress(2, 10)
         assert stream.text == "\r\x1b[Krequests: 2 of 10 (20%), 2 s"
-        progress.step("closing")
-    assert stream.text.endswith("\r\x1b[Krequests: closing, 4 s\r\x1b[K")
+        progress(10, 10)
+        assert stream.text.endswith("\r\x1b[Krequests: 10 of 10 (100%), 3 s")
+    assert stream.text.endswith("3 s\r\x1b[K")
+    written = stream.text
+    progress(11, 10)  # it is over
+    assert stream.text == written
+
+
+def test_a_step_is_seen_to_be_alive():
+    stream = Terminal()
+    with Progress("demo", stream, after=0) as progress:
+        progress.step("save")
+        deadline = time.monotonic() + 30
+        while stream.text.count("demo: save") < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert stream.text.count("demo: save") >= 2
+    assert not any(thread.name == "kvmask-progress" for thread in threading.enumerate())
+
+
+def test_lines_of_output_stand_above_the_progress(capsys):
+    stream = Terminal()
+    with Progress("demo", stream, after=0) as progress:
+        progress(1, 2)
+        progress.say("a result")
+        assert stream.text.endswith("\r\x1b[K")
+    assert capsys.readouterr().out == "a result\n"
 
 
 def test_progress_is_quiet_in_a_pipe(capsys):
@@ -426,3 +452,30 @@ def test_a_wrong_cell_of_a_config_is_refused():
                 "head_dim": True,
             }
         )
+
+
+@pytest.mark.store
+def test_a_demo_says_how_far_it_is(master):
+    pytest.importorskip("numpy")
+    from kvmask.cli import demo
+
+    steps = []
+    assert demo.run(1024, "numpy", say=lambda line: None, begin=steps.append) == 0
+    assert steps == [
+        "make tensors",
+        "hash tokens",
+        "save",
+        "lookup, exact",
+        "lookup, staged",
+        "load",
+        "compare bytes",
+    ]
+
+
+@pytest.mark.store
+def test_a_demo_is_quiet_in_a_pipe(master, capfd):
+    pytest.importorskip("numpy")
+    assert main(["demo", "--tokens", "1024", "--memory", "numpy"]) == 0
+    out, err = capfd.readouterr()
+    assert "\x1b" not in out + err
+    assert "demo: " not in out + err

@@ -19,6 +19,7 @@ from kvmask.cli.explain_command import add_explain_command
 from kvmask.cli.key import add_key_command
 from kvmask.cli.numbers import number
 from kvmask.cli.quiet import quiet_connect
+from kvmask.cli.terminal import Progress
 from kvmask.cli.why import add_why_command
 from kvmask.errors import ArgumentError, KVMaskError
 
@@ -41,7 +42,10 @@ def run_doctor(args: argparse.Namespace) -> int:
 def run_demo(args: argparse.Namespace) -> int:
     from kvmask.cli import demo
 
-    return demo.run(args.tokens, args.memory, quiet_connect)
+    with Progress("demo") as progress:
+        return demo.run(
+            args.tokens, args.memory, quiet_connect, say=progress.say, begin=progress.step
+        )
 
 
 def run_bench(args: argparse.Namespace) -> int:
@@ -58,7 +62,10 @@ def run_bench(args: argparse.Namespace) -> int:
     print(f"{'shape':12} {'tokens':>8}  {'step':24} {'us':>10} {'items':>8} {'ns each':>8}")
     for shape in shapes:
         for tokens in args.tokens:
-            for step, seconds, items in measure.measure(shape, tokens, args.repeat):
+            with Progress("bench") as progress:
+                progress.step(f"{shape}, {tokens} tokens")
+                rows = measure.measure(shape, tokens, args.repeat)
+            for step, seconds, items in rows:
                 each = seconds * 1e9 / max(1, items)
                 row = f"{shape:12} {tokens:8}  {step:24} {seconds * 1e6:10.1f}"
                 print(f"{row} {items:8} {each:8.1f}", flush=True)

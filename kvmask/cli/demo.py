@@ -189,13 +189,19 @@ class Engine:
 
 
 class Clock:
-    """Measures the time of steps, in total and inside the store's calls."""
+    """Measures the time of steps, in total and inside the store's calls.
 
-    def __init__(self) -> None:
+    Args:
+        begin: Called with the name of each step before it.
+    """
+
+    def __init__(self, begin: Callable[[str], None] = lambda name: None) -> None:
+        self._begin = begin
         self.rows: list[tuple[str, float, float, int]] = []
 
     def run(self, name: str, store: CountingStore, step: Callable[[], T]) -> T:
         """Set the counters to zero, run one step and note its times."""
+        self._begin(name)
         store.reset()
         start = time.perf_counter()
         result = step()
@@ -246,6 +252,7 @@ def run(
     memory: str = "auto",
     connect: Callable[..., Any] = mooncake.connect,
     say: Callable[[str], None] = print,
+    begin: Callable[[str], None] = lambda name: None,
 ) -> int:
     """Run the demo and return an exit status, which is 1 if a byte differs or a key failed.
 
@@ -254,6 +261,7 @@ def run(
         memory: "auto", "torch" or "numpy".
         connect: Called instead of `mooncake.connect`, with the same arguments.
         say: Called with each line to print.
+        begin: Called with the name of each step before it.
     """
     coord = Coordinator(GROUPS, hash_block_size=HASH_BLOCK)
     if num_tokens < coord.alignment or num_tokens % coord.alignment:
@@ -262,13 +270,14 @@ def run(
         )
     if num_tokens > MAX_TOKENS:
         raise ArgumentError(f"`tokens` must be at most {MAX_TOKENS}, got {num_tokens}")
+    begin("make tensors")
     tensors = Memory(memory)
     blocks = [num_tokens // g.block_size for g in GROUPS]
     source, target = Engine(tensors, blocks, seed=1), Engine(tensors, blocks, seed=0)
     contract = Contract(GROUPS, HASH_BLOCK, VllmKeys(model=MODEL), payload=source.layouts)
     # The saved prompt, and one more token: the last token of a request is always computed.
     tokens = random.Random(7).choices(range(129_280), k=num_tokens + 1)
-    clock = Clock()
+    clock = Clock(begin)
     with mooncake.local_master() as master:
         stores = [connect(master), connect(master, segment_bytes=0)]
         try:
@@ -299,6 +308,7 @@ def run(
                 )
                 report(say, "loaded", loaded.failures)
                 got = Counter(second.got)
+                begin("compare bytes")
                 total, wrong = compare(source, target, hit)
         finally:
             for store in stores:  # before the master ends: without it a client closes slowly

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import threading
 import time
 from types import TracebackType
 from typing import TextIO
@@ -68,7 +69,8 @@ class Progress:
     """One line on a terminal that says how far a long task is; nothing where it is no terminal.
 
     The line appears once the task has taken `after` seconds, is written at most five times a
-    second, and is gone when the task is done.
+    second, and is gone when the task is done. During a step it is written once a second, so that it
+    is seen to be alive.
 
     Args:
         what: What is counted, as "requests".
@@ -86,6 +88,10 @@ class Progress:
         self._started = time.monotonic()
         self._next = self._started + after
         self._shown = False
+        self._text = ""
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._beat: threading.Thread | None = None
 
     def __call__(self, done: int, total: int | None = None) -> None:
         """Say that `done` of `total` are done."""
@@ -93,26 +99,51 @@ class Progress:
         self._show(f"{self.what}: {part}")
 
     def step(self, name: str) -> None:
-        """Say that a step begins. Steps can take long, so the line appears at once."""
-        self._next = min(self._next, time.monotonic())
-        self._show(f"{self.what}: {name}")
-
-    def _show(self, text: str) -> None:
-        now = time.monotonic()
-        if not self._on or now < self._next:
+        """Say that a step begins, which can take long."""
+        if not self._on:
             return
-        columns = shutil.get_terminal_size((80, 24)).columns
-        line = f"{text}, {now - self._started:.0f} s"[: columns - 1]
-        self._stream.write(f"\r\x1b[K{line}")
-        self._stream.flush()
-        self._next, self._shown = now + 0.2, True
+        self._show(f"{self.what}: {name}")
+        if self._beat is None:
+            self._beat = threading.Thread(target=self._tick, name="kvmask-progress", daemon=True)
+            self._beat.start()
+
+    def _tick(self) -> None:
+        while not self._ended.wait(1.0):
+            self._show(None)
+
+    def _show(self, text: str | None) -> None:
+        if not self._on:
+            return
+        with self._lock:
+            self._text = self._text if text is None else text
+            now = time.monotonic()
+            if now < self._next or self._ended.is_set():
+                return
+            columns = shutil.get_terminal_size((80, 24)).columns
+            line = f"{self._text}, {now - self._started:.0f} s"[: columns - 1]
+            self._stream.write(f"\r\x1b[K{line}")
+            self._stream.flush()
+            self._next, self._shown = now + 0.2, True
+
+    def say(self, text: str) -> None:
+        """Print a line to stdout, above this one."""
+        self.clear()
+        print(text, flush=True)
+
+    def clear(self) -> None:
+        """Take the line away. More progress shows it again."""
+        with self._lock:
+            if self._shown:
+                self._stream.write("\r\x1b[K")
+                self._stream.flush()
+                self._shown = False
 
     def close(self) -> None:
-        """Take the line away. More progress shows it again."""
-        if self._shown:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-            self._shown = False
+        """Take the line away for good."""
+        self._ended.set()
+        self.clear()
+        if self._beat is not None:
+            self._beat.join()
 
     def __enter__(self) -> Progress:
         return self
