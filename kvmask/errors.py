@@ -22,7 +22,8 @@ class KVMaskError(Exception):
     """Base of every exception that kvmask raises on purpose."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(_cut(arg) if isinstance(arg, str) else arg for arg in args))
+        # No generator: CPython 3.12 crashes when memory runs out as it makes one.
+        super().__init__(*[_cut(arg) if isinstance(arg, str) else arg for arg in args])
 
 
 class ArgumentError(KVMaskError, ValueError):
