@@ -202,8 +202,23 @@ cdef extern from *:
         }
         return n;
     }
+
+    /* Have the processor fetch what a walk over every `step`-th item reads soon: the item eight
+       steps on, with the bytes behind its head, and the place in the list sixteen steps on. An
+       engine's digests lie anywhere in memory, and waiting for each costs more than its key. */
+    static inline void fetch_ahead(PyObject *const *items, Py_ssize_t n, Py_ssize_t i,
+                                   Py_ssize_t step) {
+        if (i + 16 * step < n)
+            __builtin_prefetch(&items[i + 16 * step]);
+        if (i + 8 * step < n) {
+            const char *o = (const char *)items[i + 8 * step];
+            __builtin_prefetch(o);
+            __builtin_prefetch(o + 64);
+        }
+    }
     """
     Py_ssize_t take_ints(PyObject *const *items, Py_ssize_t n, int64_t *out)
+    void fetch_ahead(PyObject *const *items, Py_ssize_t n, Py_ssize_t i, Py_ssize_t step) noexcept
 
 
 cdef class Bitset:

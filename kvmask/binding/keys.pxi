@@ -116,7 +116,7 @@ def build_keys(builders, hashes, mask=None, start=0, scale=1):
     cdef int64_t first = as_int64(start, "start", 0, c_max_bits)
     cdef int64_t per_block = as_int64(scale, "scale", 1, c_max_bits)
     cdef int64_t blocks = digests.n // per_block - first
-    cdef int64_t i, position = 0, count
+    cdef int64_t i, position = 0, count, position_of
     cdef Py_ssize_t size = digests.size, j, n_names = len(names)
     cdef bint flat = digests.items is None
     cdef const unsigned char *data
@@ -145,7 +145,10 @@ def build_keys(builders, hashes, mask=None, start=0, scale=1):
         if flat:
             data = digests.data + ((first + i + 1) * per_block - 1) * size
         else:
-            data = digests.at((first + i + 1) * per_block - 1, &size)
+            position_of = (first + i + 1) * per_block - 1
+            fetch_ahead(PySequence_Fast_ITEMS(digests.items), PyList_GET_SIZE(digests.items),
+                        position_of, per_block)
+            data = digests.at(position_of, &size)
         for j in range(n_names):
             key = (<KeyBuilder>names[j]).build(data, size)
             Py_INCREF(key)

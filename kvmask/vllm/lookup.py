@@ -159,6 +159,7 @@ class Lookups:
         )
         self.ended: list[Callable[[LookupPlan, Hit], None]] = []
         self._record = record
+        self._spent: list[list[str]] = []
 
     def run(
         self, scheme: Scheme, block_hashes: Any, num_tokens: int, local_tokens: int
@@ -172,6 +173,7 @@ class Lookups:
             local_tokens: Tokens that the engine holds itself, in whole scheduler blocks; 0 asks
                 for the whole prefix.
         """
+        self._spent.clear()  # of a lookup that raised
         plan = LookupPlan(
             scheme,
             digests_of(block_hashes),
@@ -181,8 +183,10 @@ class Lookups:
             tools=self.tools,
         )
         while (call := plan.next_call()) is not None:
+            keys = call.args[0]
+            self._spent.append(keys)  # freed when the answer is out: a long request has thousands
             try:
-                answers = self._exists(call.args[0])
+                answers = self._exists(keys)
             except Exception as e:
                 # Its traceback holds this frame, and the plan would hold it in a cycle.
                 plan.fail(e.with_traceback(None))
@@ -226,7 +230,8 @@ class Lookups:
         return answers
 
     def over(self, plan: LookupPlan) -> None:
-        """Tell those who want to know that a lookup is over."""
+        """Tell those who want to know that a lookup is over, and drop its keys."""
+        self._spent.clear()
         for listener in self.ended:
             listener(plan, plan.result)
 
