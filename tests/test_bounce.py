@@ -11,6 +11,7 @@ from fake_store import GET, PUT, REGISTER, FakeStore
 from rig import Engine, assert_loaded, contract_of, digests, key, pair
 
 from kvmask import (
+    AbsenceMemo,
     BounceMemory,
     Breaker,
     ChunkedLocal,
@@ -188,21 +189,25 @@ def test_memory_of_a_call_that_raised_is_retired(how):
 
 
 def test_retired_memory_has_a_bound(caplog):
-    source, target = full_pair()
+    memo = AbsenceMemo(60.0)
+    source, target = full_pair(failed_loads=memo)
     source.save(HASHES, 64)
     hit = target.lookup(HASHES, 65)
+    keys = [key(source, 0, digest) for digest in HASHES]
     target.store.fail(GET, -800)
     for n in range(1, 4):  # two chunks, and one in place of a retired one
         assert {f.code for f in target.load(HASHES, hit).failures} == {-800}
         assert target.kv.stats.retired_bytes == n * 4096
     before = target.store.counts[GET]
     caplog.clear()
+    memo.forget(keys)
     result = target.load(HASHES, hit)
     assert {f.code for f in result.failures} == {NO_BOUNCE}
     assert (result.quarantined, target.store.counts[GET]) == ({}, before)
     assert target.kv.stats.retired_bytes == 3 * 4096
     assert "all bounce memory is retired (12288 bytes)" in caplog.text
     assert target.lookup(HASHES, 65) == hit  # lookups need none
+    assert memo.known(keys) == [False] * 4  # no key is to blame
     with pytest.raises(PlanStateError, match="after `close`"):
         target.kv.release_retired()
     target.kv.close()

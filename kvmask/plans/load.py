@@ -18,7 +18,7 @@ from kvmask.errors import AlignmentError, ArgumentError, BlockIdError
 from kvmask.plans.blocks import BlockPlan, block_tables
 from kvmask.plans.calls import EXISTS, GET, WAIT, Call, new_call
 from kvmask.plans.held import Held, held_of
-from kvmask.plans.policy import CALL_FAILED
+from kvmask.plans.policy import CALL_FAILED, NO_BOUNCE
 from kvmask.plans.results import BlockFailure, LoadResult, quarantine
 from kvmask.plans.scheme import GroupScheme, Scheme
 from kvmask.plans.tools import PlanTools
@@ -274,8 +274,9 @@ class LoadPlan(BlockPlan):
             if tools.memo is not None:
                 tools.memo.forget(failed)
             if tools.failed_loads is not None:
-                # When the store does not answer, no key is to blame.
-                tools.failed_loads.add(failed[: self._told])
+                # When the store does not answer, or there is no memory, no key is to blame.
+                told = self._failures[: self._told]
+                tools.failed_loads.add(f.key for f in told if f.code != NO_BOUNCE)
 
     @property
     def result(self) -> LoadResult:
