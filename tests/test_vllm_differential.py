@@ -17,6 +17,7 @@ from vllm_oracle import digest, engine
 from kvmask.groups import FullAttention
 from kvmask.plans import Breaker
 from kvmask.vllm import lookup, schemes
+from kvmask.vllm.releases import current
 
 pytestmark = pytest.mark.vllm
 
@@ -33,7 +34,11 @@ CASES = 120
 
 
 def cases(seed: int, n: int = CASES) -> list[tuple[random.Random, Case]]:
-    return [(random.Random(f"pair/{seed}/{i}"), random_case(seed, i)) for i in range(n)]
+    """Random cases; to 0.29 every group takes part in hits."""
+    drawn = [(random.Random(f"pair/{seed}/{i}"), random_case(seed, i)) for i in range(n)]
+    if hasattr(engine().data, "StoreLayout"):
+        return drawn
+    return [(rng, case) for rng, case in drawn if all(g.prefix_cacheable for g in case.groups)]
 
 
 def hashes_of(case: Case, blob: bool) -> Any:
@@ -65,6 +70,9 @@ def test_lookup(seed: int, strategy: str) -> None:
             except AssertionError:
                 results[side] = None
             records[side] = store.calls, list(worker.record)
+        if not current().eagle_peeks and any(g.eagle for g in case.groups):
+            assert results["kvmask"] == results["stock"], case  # it is stock's own
+            continue
         assert results["kvmask"] is not None, case
         # Stock's assertion about tail keys fails where blocks outside an attention chunk count as
         # present; kvmask answers there.
@@ -220,9 +228,7 @@ def save_differences(rng: random.Random, case: Case, make: Any, top: int = 0) ->
     steps = sorted(near(rng, unit, length) for _ in range(rng.randint(1, 4)))
     hand_offs = [random_hand_offs(rng, case) for _ in steps]
     script, trouble = rng.random(), rng.choice((0.0, 0.2))
-    names = [
-        db.store_layout.key_for(s, b"") for db in make() for s in db.store_layout.local_shard_ids
-    ]
+    names = [name for db in make() for name in pair.key_names(db)]
     present = {n + digest(i).hex() for n in names for i in range(case.hash_blocks) if i % 3 == 0}
     keep = rng.choice((0, 0, 0.3, 1.0))
     present = {k for k in sorted(present) if random.Random(f"{script}/{k}").random() < keep}
@@ -234,7 +240,7 @@ def save_differences(rng: random.Random, case: Case, make: Any, top: int = 0) ->
         trace: list[Any] = []
         start = 0
         for job, (step, puts) in enumerate(zip(steps, hand_offs, strict=True)):
-            meta = engine().data.ReqMeta(
+            meta = pair.request(
                 req_id="r",
                 token_len_chunk=step,
                 block_ids=tuple(list(t) for t in tables),
@@ -260,9 +266,8 @@ def random_hand_offs(rng: random.Random, case: Case) -> list[Any] | None:
     cacheable = [g for g, group in enumerate(case.groups) if group.prefix_cacheable]
     if rng.random() < 0.7 or not case.hash_blocks or case.ranks == (1,):
         return None
-    put = engine().data.BoundaryPut
     return [
-        put(
+        pair.hand_over(
             rng.choice(cacheable),
             rng.randrange(5),
             rng.randint(0, case.hash_blocks + 1) * case.hash_block_size,
@@ -320,7 +325,7 @@ def load_differences(rng: random.Random, case: Case, make: Any, top: int = 0) ->
             is_hma_required=hma,
         )
         data = engine().data
-        meta = data.ReqMeta(
+        meta = pair.request(
             req_id="r",
             token_len_chunk=token_len,
             block_ids=tuple(list(t) for t in tables),
@@ -340,7 +345,7 @@ def load_differences(rng: random.Random, case: Case, make: Any, top: int = 0) ->
             store.calls,
             list(thread._record_operation_cb),
             thread.get_and_clear_block_ids_with_load_errors(),
-            thread.get_and_clear_failed_requests(),
+            getattr(thread, "get_and_clear_failed_requests", set)(),  # from 0.31 on
             thread.get_and_clear_finished_requests(),
             thread.request_queue.unfinished_tasks,
         )
@@ -385,7 +390,7 @@ def test_every_planned_block_is_loaded_reported_or_behind_a_reported_one() -> No
                     )
                     data = engine().data
                     spec = data.LoadSpec(0, 32, True, 32)
-                    meta = data.ReqMeta(
+                    meta = pair.request(
                         "r",
                         32,
                         (list(range(10, 18)),),
@@ -429,7 +434,7 @@ def test_a_load_that_cannot_be_planned_is_reported() -> None:
         pair.coordinator(case, "kvmask"),
         tp_rank=0,
     )
-    meta = data.ReqMeta(
+    meta = pair.request(
         "r",
         32,
         ([5, 6, 7],),
@@ -458,8 +463,7 @@ def test_a_put_without_a_result_is_not_stored() -> None:
             tp_rank=0,
             group_put_steps=[1],
         )
-        data = engine().data
-        meta = data.ReqMeta(
+        meta = pair.request(
             "r",
             24,
             ([1, 2, 3, 4, 5, 6],),
@@ -470,7 +474,7 @@ def test_a_put_without_a_result_is_not_stored() -> None:
         assert pair.run_job(thread, meta) is None
         marked = thread._saved_offset.get("r", 0)
         assert marked in (0, 24)
-        name = thread.token_databases[0].store_layout.key_for(0, b"")
+        (name,) = pair.key_names(thread.token_databases[0])
         stored = all(name + digest(i).hex() in store.present for i in range(6))
         assert stored or marked == 0
         assert math.isclose(thread.take_completed_saves()[1], 1)

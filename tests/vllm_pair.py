@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import random
 import threading
 from collections.abc import Callable
@@ -99,6 +100,34 @@ class Config:
     group_ids: list[str] | None = None
 
 
+def made(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """An object of the engine's, without the arguments that its release does not have."""
+    known = inspect.signature(cls).parameters
+    return cls(*args, **{name: value for name, value in kwargs.items() if name in known})
+
+
+def request(*args: Any, **fields: Any) -> Any:
+    """The engine's request of a transfer thread."""
+    puts = fields.get("boundary_puts")
+    older = {} if puts is None else {"boundary_state_offloads": [tuple(put) for put in puts]}
+    return made(engine().data.ReqMeta, *args, **fields, **older)
+
+
+def hand_over(group: int, block_id: int, num_tokens: int) -> Any:
+    """A block that the scheduler hands over under a digest of its own choice."""
+    kind = getattr(engine().data, "BoundaryPut", None)
+    put = (group, block_id, num_tokens)
+    return put if kind is None else kind(*put)
+
+
+def key_names(db: Any) -> list[str]:
+    """What stands before the digest in the keys of a database's blocks."""
+    layout = getattr(db, "store_layout", None)
+    if layout is None:
+        return [db.key_for(b"")]
+    return [layout.key_for(shard, b"") for shard in layout.local_shard_ids]
+
+
 def group_specs(case: Case) -> list[Any]:
     return [
         engine().specs.KVCacheGroupSpec([f"l{i}"], engine_spec(g), is_eagle_group=g.eagle)
@@ -110,13 +139,16 @@ def coordinator(case: Case, side: str, cls: Any = None) -> Any:
     if cls is None:
         stock = engine().coordinator.MooncakeStoreCoordinator
         cls = stock if side == "stock" else kvmask.vllm.MooncakeStoreCoordinator
-    return cls(
+    coord = made(
+        cls,
         group_specs(case),
         scheduler_block_size=case.effective_alignment,
         hash_block_size=case.hash_block_size,
         retention_interval=case.retention,
         enable_partial_hash_hits=case.partial,
     )
+    coord.enable_partial_hash_hits = case.partial  # to 0.31 it is told by the groups
+    return coord
 
 
 def databases(case: Case, regions: int) -> list[Any]:
@@ -214,7 +246,8 @@ def present_keys(case: Case) -> set[str]:
 
 
 def sending(case: Case, side: str, dbs: list[Any], store: Any, coord: Any, **options: Any) -> Any:
-    thread = engine().worker.KVCacheStoreSendingThread(
+    thread = made(
+        engine().worker.KVCacheStoreSendingThread,
         store=store,
         coord=coord,
         token_databases=dbs,
@@ -230,7 +263,8 @@ def sending(case: Case, side: str, dbs: list[Any], store: Any, coord: Any, **opt
 
 
 def receiving(case: Case, side: str, dbs: list[Any], store: Any, coord: Any, **options: Any) -> Any:
-    thread = engine().worker.KVCacheStoreRecvingThread(
+    thread = made(
+        engine().worker.KVCacheStoreRecvingThread,
         store=store,
         coord=coord,
         token_databases=dbs,
