@@ -177,7 +177,8 @@ def missing(recorded: Recorded, without: str = "") -> set[tuple[str, str, str]]:
 @pytest.fixture(scope="module")
 def work() -> Recorded:
     """Everything that the adapter does, on some random cases."""
-    with recording() as recorded:
+    with pytest.MonkeyPatch.context() as patch, recording() as recorded:
+        differential.forget_outages(patch)
         for rng, case in differential.cases(77, 40):
             hashes = differential.hashes_of(case, rng.random() < 0.5)
             worker = pair.lookup_worker(

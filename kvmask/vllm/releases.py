@@ -8,9 +8,9 @@
   length of the prompt. 0.31 reports failed loads by request where there are several groups, 0.30
   by block.
 * 0.29 is 0.30 without store layouts: the token database names and places blocks, and every group
-  takes part. From here on recurrent states are handed over by their own path: a store mask is all
-  false for them. A lookup answers with the hit and, per group, the boundary that keys its last
-  block.
+  takes part. It refuses hits inside a block where there are window groups. From here on recurrent
+  states are handed over by their own path: a store mask is all false for them. A lookup answers
+  with the hit and, per group, the boundary that keys its last block.
 * 0.27 and 0.28 store states by their position in the block table, cut only the first of several
   full-attention sets to the joint hit, and answer a lookup with the hit alone. Their sending thread
   keeps other records.
@@ -101,6 +101,7 @@ class Release:
         eagle_peeks: An EAGLE group may look past the length a search is limited to.
         tails: A lookup also answers with the boundaries that key the tail blocks.
         cuts_every_full: All full-attention sets are cut to the joint hit.
+        partial_windows: Hits may end inside a block where there are window groups.
         mask_length: The attribute of a save that its store masks take as the prompt's length.
         reports_requests: A load that failed may be reported by its request.
         sized_pools: A pool of present blocks is made with the hash block size.
@@ -112,6 +113,7 @@ class Release:
     eagle_peeks: bool = True
     tails: bool = True
     cuts_every_full: bool = True
+    partial_windows: bool = True
     mask_length: str = "prefill_end_tokens"
     reports_requests: bool = True
     sized_pools: bool = True
@@ -147,6 +149,7 @@ _OLD: dict[str, Any] = {
     "eagle_peeks": False,
     "tails": False,
     "cuts_every_full": False,
+    "partial_windows": False,
     "reports_requests": False,
 }
 _MIDDLE: dict[str, Any] = {"eagle_peeks": False, "mask_length": "num_prompt_tokens"}
@@ -155,7 +158,7 @@ _KNOWN = {
     "0.32": Release("0.32"),
     "0.31": Release("0.31", **_MIDDLE),
     "0.30": Release("0.30", **_MIDDLE, reports_requests=False),
-    "0.29": Release("0.29", **_MIDDLE, reports_requests=False),
+    "0.29": Release("0.29", **_MIDDLE, partial_windows=False, reports_requests=False),
     "0.28": Release("0.28", **(_OLD | {"rules": True})),
     "0.27": Release("0.27", **(_OLD | {"rules": True})),
     "0.26": Release("0.26", **_OLD),

@@ -146,8 +146,10 @@ def _rows(coord: Any) -> list[tuple[Any, ...]] | None:
             return None
         if kind == "window" and spec.sliding_window < 1:
             return None
-        # vLLM asserts both of these inside its search.
+        # vLLM asserts these inside its search.
         if kind == "chunked" and (eagle or spec.block_size != unit):
+            return None
+        if kind == "window" and unit % spec.block_size and not current().partial_windows:
             return None
         full_sets += kind == "full"
         for group_id in group_ids:
