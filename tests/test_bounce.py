@@ -1,7 +1,9 @@
 """Bounce memory: the store never has the engine's blocks, so late bytes cannot reach them."""
 
+import asyncio
 import ctypes
 import gc
+import random
 import threading
 import weakref
 
@@ -22,6 +24,7 @@ from kvmask import (
     Mamba,
     SavePlan,
     SlidingWindow,
+    StrictKeys,
     drive,
 )
 from kvmask._core import gather, memory_at, scatter
@@ -313,6 +316,69 @@ def test_plans_by_hand():
     load = LoadPlan(target.bound, HASHES, hit, target.tables, tools=target.kv.tools)
     result = drive(load, target.store)
     assert all(isinstance(f.cause, PlanStateError) for f in result.failures)
+
+
+def test_asyncio_drives_them_too():
+    source, target = full_pair()
+
+    async def run(plan, store):
+        while (call := plan.next_call()) is not None:
+            plan.feed(await asyncio.to_thread(call.run, store))
+        return plan.result
+
+    tools = source.kv.tools
+    assert asyncio.run(
+        run(SavePlan(source.bound, HASHES, source.tables, 64, tools=tools), source.store)
+    ).ok
+    hit = target.lookup(HASHES, 65)
+    load = LoadPlan(target.bound, HASHES, hit, target.tables, tools=target.kv.tools)
+    assert asyncio.run(run(load, target.store)).ok
+    assert assert_loaded(source, target, hit) == 4
+
+
+def outcome(result):
+    failures = sorted((f.group, f.block, f.key, f.code) for f in result.failures)
+    names = ("stored", "present", "loaded", "mark", "usable_tokens", "num_bytes")
+    return [getattr(result, name, None) for name in names], failures
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_what_fails_is_the_same_with_and_without(seed, sealed):
+    """The same keys fail with the same codes, whatever stands between plans and the store."""
+    if sealed:
+        pytest.importorskip("xxhash")
+    rng = random.Random(seed)
+    hashes = digests(16, salt=seed)
+    lost = {PUT: {}, GET: {}}
+    outcomes = []
+    options = {"keys": StrictKeys("m"), "facts": {"dtype": "u1"}, "sealed": sealed}
+    contract = contract_of(GROUPS[:2], 16, **options)
+    pieces = rng.choice([1, 5, None])
+    codes = [-704, -800, -1, -200, 3]
+    for bounce in (None, BounceMemory(4096, 2, 64) if seed % 2 else True):
+        store = FakeStore()
+        source = Engine(store, contract, 256, seed=3, max_pieces=pieces, bounce=bounce)
+        target = Engine(store.client(), contract, 256, max_pieces=pieces, bounce=bounce)
+        for call, client in ((PUT, source.store), (GET, target.store)):
+            for g, group in enumerate(contract.groups):
+                for i in range(256 // group.block_size):
+                    name = key(source, g, hashes[(i + 1) * group.block_size // 16 - 1])
+                    code = lost[call].setdefault(name, rng.choice([None] * 5 + codes))
+                    if code is not None and (call == GET or code < 0):
+                        client.fail(call, code, keys=[name], times=None)
+        saved = source.save(hashes, 256)
+        source.store._failures.clear()
+        again = source.save(hashes, 256)
+        hit = target.lookup(hashes, 257)
+        loaded = target.load(hashes, hit)
+        if bounce is None:
+            assert all(f.unsettled == (f.code in (-800, -1)) for f in loaded.failures)
+        else:
+            assert not any(f.unsettled for f in (*saved.failures, *loaded.failures))
+        outcomes.append([outcome(result) for result in (saved, again, loaded)])
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][0][1]
 
 
 def test_an_outage_costs_one_call_all_the_same():
