@@ -114,6 +114,15 @@ REFERENCE = {
         "kvmask.mooncake.find_master",
         "kvmask.mooncake.import_store",
     ),
+    "Why a prompt does not hit": (
+        "kvmask.why.diagnose",
+        "kvmask.why.look_near",
+        "kvmask.why.Diagnosis",
+        "kvmask.why.GroupView",
+        "kvmask.why.Shard",
+        "kvmask.why.Reason",
+        "kvmask.why.Near",
+    ),
     "Errors": (
         "kvmask.errors.KVMaskError",
         "kvmask.errors.ArgumentError",
