@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvmask._core import memory_at, read_answers
-from kvmask.errors import ArgumentError
+from kvmask.errors import ArgumentError, StoreError
 from kvmask.guard.copies import Copies, copies_for
 from kvmask.guard.memory import BounceMemory, Chunk, Chunks
 from kvmask.guard.seal import SEAL_BYTES, load_seal
@@ -150,7 +150,7 @@ class StoreGuard:
 
         Returns:
             One code, or number of bytes, per key, as of the store. `BROKEN_SEAL` for an object that
-            does not hold what was put under its key, `NO_BOUNCE` when all memory is retired.
+            does not hold what was put under its key, `NO_BOUNCE` when there is no memory left.
 
         Raises:
             PlanStateError: The transfer is closed.
@@ -167,13 +167,18 @@ class StoreGuard:
             raise ArgumentError(
                 f"a call must fit {self._limits.chunk_bytes} bytes of bounce memory, got {used}"
             )
-        chunk = self.chunks.take()
+        refused: StoreError | None = None
+        try:
+            chunk = self.chunks.take()
+        except StoreError as error:
+            chunk, refused = None, error  # no outage: the store's other calls may work
         if chunk is None:
             if self._log is not None:
+                why = refused or "nothing moves until the store's client is closed and made anew"
                 self._log.warning(
-                    "all bounce memory is retired (%d bytes): nothing is moved until the store's "
-                    "client is closed and another is made",
+                    "there is no bounce memory left, %d bytes are retired: %s",
                     self.chunks.retired_bytes,
+                    why,
                 )
             return [NO_BOUNCE] * len(keys)
         settled = False

@@ -15,7 +15,7 @@ MALFORMED_ANSWER = -10_001  # the answer does not fit the call
 NOT_TRIED = -10_002  # no call was made for it, because an earlier one had failed
 OVERSIZE = -600  # more than one call can hold
 BROKEN_SEAL = -10_003  # the object does not hold what was put under its key
-NO_BOUNCE = -10_004  # all bounce memory is retired
+NO_BOUNCE = -10_004  # there is no bounce memory left
 # Of these, those that leave nothing under way.
 SETTLED = frozenset({NOT_TRIED, BROKEN_SEAL, NO_BOUNCE})
 
