@@ -137,6 +137,10 @@ docs: setup-dev ## check the documentation, and build it with the API reference 
 	$(PY) scripts/check_docs.py
 	$(PY) scripts/build_docs.py
 
+.PHONY: figures
+figures: setup-dev ## draw the pictures of the documentation again
+	$(PY) scripts/figures.py $(ARGS)
+
 .PHONY: format
 format: setup-dev ## rewrite the sources as `make lint` wants them
 	$(VENV)/bin/ruff check --fix .

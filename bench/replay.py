@@ -30,6 +30,7 @@ import ctypes
 import gc
 import itertools
 import json
+import math
 import os
 import platform
 import sys
@@ -51,6 +52,8 @@ from kvmask import Contract, HitHints, KVLayout, KVTransfer, mooncake
 from kvmask.cli.terminal import Progress
 
 BLOCK_BYTES = 16
+# Shares of the lookups whose latency is written for pictures: half percents, then thousandths.
+SHARES = (*(i / 200 for i in range(1, 198)), *(i / 1000 for i in range(990, 1001)))
 # Mooncake's offset allocator (0.3.13.post1) holds at most one object per KiB of a segment, whatever
 # their size. With more objects the store evicts some, although its memory is almost unused.
 SEGMENT_BYTES_PER_OBJECT = 2048
@@ -144,6 +147,12 @@ class Run:
             "calls_max": max(self.calls),
         }
 
+    def quantiles(self) -> list[float]:
+        """Return the latency that each of `SHARES` stays within, in milliseconds."""
+        ordered = sorted(self.seconds)
+        n = len(ordered)
+        return [round(ordered[max(0, math.ceil(share * n) - 1)] * 1e3, 4) for share in SHARES]
+
 
 def transfer(contract: Contract, store: Any, memory: Any, **options: Any) -> KVTransfer:
     """Return a KVTransfer in which all blocks of a group share the same few bytes of `memory`."""
@@ -184,6 +193,7 @@ class Outcome:
     seconds: float
     cold_calls: dict[str, int]
     runs: dict[str, dict[str, float]]
+    quantiles: dict[str, list[float]]
 
     @property
     def ok(self) -> bool:
@@ -283,6 +293,7 @@ def replay(
         time.monotonic() - began,
         {run.name: max(run.calls, default=0) for run in cold_runs},
         {run.name: run.figures() for run in runs} if done else {},
+        {run.name: run.quantiles() for run in runs} if done else {},
     )
     for kv in (exact, staged, hinted):
         kv.close()

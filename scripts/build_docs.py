@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+FIGURES = ROOT / "docs" / "figures"
 BUILD = ROOT / "build" / "docs"
 TIMEOUT = 300  # seconds
 
@@ -181,7 +182,7 @@ def page(text: str, path: Path) -> str:
         file = (path.parent / target.partition("#")[0]).resolve()
         if "://" in target or target.startswith("#") or file.suffix == ".md":
             return found[0]
-        return found[0] if file.parent == ROOT / "examples" else shown
+        return found[0] if file.parent in (ROOT / "examples", FIGURES) else shown
 
     return _LINK.sub(kept, text)
 
@@ -195,6 +196,7 @@ def prepare(source: Path) -> None:
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(page(path.read_text(encoding="utf-8"), path), encoding="utf-8")
     shutil.copytree(ROOT / "examples", source / "examples", ignore=lambda *_: ["__pycache__"])
+    shutil.copytree(FIGURES, source / "docs" / FIGURES.name)
     (source / "api").mkdir()
     names = []
     for title, listed in REFERENCE.items():
