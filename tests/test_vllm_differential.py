@@ -75,8 +75,9 @@ def test_lookup(seed: int, strategy: str) -> None:
             except AssertionError:
                 results[side] = None
             records[side] = store.calls, list(worker.record)
-        if not current().eagle_peeks and any(g.eagle for g in case.groups):
-            assert results["kvmask"] == results["stock"], case  # it is stock's own
+        if lookup._scheme(worker) is None:  # it is stock's own: some cases of releases to 0.31
+            assert not (current().eagle_peeks and current().partial_windows), case
+            assert results["kvmask"] == results["stock"], case
             continue
         assert results["kvmask"] is not None, case
         # Stock's assertion about tail keys fails where blocks outside an attention chunk count as
