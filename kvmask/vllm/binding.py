@@ -12,10 +12,8 @@ vLLM has no setting for the classes of its coordinator, worker, threads and layo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
-
-from kvmask.engines.sources import plain_function
 
 _STATE = "_kvmask_state"
 
@@ -34,14 +32,6 @@ def adopt(thing: Any, stock: type, own: type) -> bool:
     if type(thing) is stock:
         thing.__class__ = own
     return type(thing) is own
-
-
-def has_methods(thing: Any, methods: Mapping[str, Callable[..., Any]]) -> bool:
-    """Whether an object has exactly these functions as its methods."""
-    return all(
-        plain_function(getattr(type(thing), name, None)) is function
-        for name, function in methods.items()
-    )
 
 
 @functools.cache

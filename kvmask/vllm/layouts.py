@@ -13,7 +13,7 @@ from typing import Any
 from kvmask._core import BlockRows, Regions
 from kvmask.engines.sources import plain_function
 from kvmask.errors import AlignmentError, KVMaskError
-from kvmask.vllm.binding import adopt, derived, has_methods, state
+from kvmask.vllm.binding import adopt, derived, state
 from kvmask.vllm.releases import StockDatabase
 from kvmask.vllm.seams import stock
 
@@ -193,10 +193,10 @@ def tables_of(layout: Any) -> Tables | None:
     """The tables behind a layout's `prepare_values`, or None when something else is behind it."""
     if "prepare_values" in layout.__dict__:
         return None
-    if has_methods(layout, {"prepare_values": sharded_values}):
-        return _sharded(layout)
-    method = plain_function(getattr(type(layout), "prepare_values", None))
-    return _rank_local(layout) if method in (rank_local_values, database_values) else None
+    method = getattr(type(layout), "prepare_values", None)
+    if method is rank_local_values or method is database_values:
+        return _rank_local(layout)
+    return _sharded(layout) if method is sharded_values else None
 
 
 def adopt_places(db: Any) -> None:
