@@ -116,6 +116,10 @@ bench: setup-dev ## time kvmask, beside vLLM where it is installed
 	$(BENCH_PY) -m pytest bench --benchmark-enable --benchmark-quiet --benchmark-timer=time.process_time \
 		--benchmark-max-time=0.2 -o python_files='bench_*.py' -o python_functions='bench_*' $(ARGS)
 
+.PHONY: bench-path
+bench-path: setup-vllm ## time a request's whole path in vLLM, beside stock, with a live store
+	.venv-vllm/bin/python bench/bench_vllm_path.py $(ARGS)
+
 .PHONY: instructions
 instructions: setup-dev ## count instructions per call and compare with the checked-in counts
 	$(PY) bench/instructions.py $(ARGS)
