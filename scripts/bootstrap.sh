@@ -50,7 +50,8 @@ fi
 # names differ.
 missing=()
 libraries=$(PATH=$PATH:/sbin:/usr/sbin ldconfig -p 2>/dev/null || true)
-for pair in libibverbs.so.1:libibverbs1 librdmacm.so.1:librdmacm1 libnuma.so.1:libnuma1; do
+for pair in libibverbs.so.1:libibverbs1 librdmacm.so.1:librdmacm1 libnuma.so.1:libnuma1 \
+    libcurl.so.4:libcurl4; do
     grep -qF "${pair%%:*}" <<<"$libraries" || missing+=("${pair##*:}")
 done
 echo 'int main(void) { return 0; }' >build/.probe.c

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -354,3 +355,12 @@ def test_clients_for_calls_only(settings, master):
     found = checks(path)
     assert found["pool"] == (True, "the master answers; a client for calls only moves no bytes")
     assert found["round trip"] == (True, "not made: protocol 'rpc_only' moves no bytes")
+
+
+def test_libraries_are_those_that_bootstrap_installs():
+    script = Path(__file__).parent.parent / "scripts" / "bootstrap.sh"
+    if not script.exists():
+        pytest.skip("the script is not beside the tests")
+    pairs = re.findall(r"(lib\w+\.so\.\d+):(\w+)", script.read_text(encoding="utf-8"))
+    assert [library for library, _ in pairs] == list(doctor.LIBRARIES)
+    assert [package for _, package in pairs] == list(mooncake.SYSTEM_PACKAGES)

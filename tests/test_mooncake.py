@@ -174,7 +174,7 @@ def test_codes_by_name():
         ),
         (
             ImportError("libibverbs.so.1: cannot open shared object file"),
-            "apt-get install libibverbs1 librdmacm1 libnuma1",
+            "apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4",
         ),
         (
             ImportError("libcudart.so.12: cannot open shared object file"),

@@ -23,7 +23,7 @@ from kvmask import mooncake, switch
 from kvmask.cli import engines, trip
 from kvmask.errors import KVMaskError, StoreError
 
-LIBRARIES = ("libibverbs.so.1", "librdmacm.so.1", "libnuma.so.1")
+LIBRARIES = ("libibverbs.so.1", "librdmacm.so.1", "libnuma.so.1", "libcurl.so.4")
 DISTRIBUTIONS = (
     "mooncake-transfer-engine",
     "mooncake-transfer-engine-cuda13",
