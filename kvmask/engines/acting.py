@@ -100,7 +100,11 @@ class Switch:
             self.on, self.failed = True, False
 
     def guard(
-        self, own: Callable[..., Any], stock: Callable[[], Callable[..., Any]], where: str
+        self,
+        own: Callable[..., Any],
+        stock: Callable[[], Callable[..., Any]],
+        where: str,
+        refusals: tuple[type[Exception], ...] = (),
     ) -> Callable[..., Any]:
         """A function that calls ``own`` while kvmask is on, and else the engine's.
 
@@ -111,6 +115,8 @@ class Switch:
             own: kvmask's function.
             stock: Gives the engine's function.
             where: How the log names it.
+            refusals: What ``own`` raises for arguments that it refuses although the engine's
+                function may take them.
         """
 
         @functools.wraps(own)
@@ -119,6 +125,8 @@ class Switch:
                 return stock()(*args, **kwargs)
             try:
                 return own(*args, **kwargs)
+            except refusals:
+                raise
             except Exception as error:
                 try:
                     result = stock()(*args, **kwargs)
@@ -127,6 +135,8 @@ class Switch:
                 self.trip(where, error)
                 return result
 
+        # It is the function in every respect: who compares or unwraps functions finds this one.
+        del call.__dict__["__wrapped__"]
         return call
 
     def _watch(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvmask._core import Bitset, present_bits
+from kvmask.vllm.acting import guarded
 from kvmask.vllm.releases import ExternalCachedBlockPool, StockCoordinator, current
 from kvmask.vllm.rules import Rules, digests_of, is_plain, rules_of
 from kvmask.vllm.seams import stock
@@ -23,6 +24,7 @@ def _mask_rules(coord: Any) -> Rules | None:
     return rules if rules is not None and rules.all_cacheable else None
 
 
+@guarded("coordinator.store_mask")
 def store_mask(
     self: Any,
     aligned_token_len: int,
@@ -49,6 +51,7 @@ def store_mask(
     )
 
 
+@guarded("coordinator.lookup_mask")
 def lookup_mask(self: Any, aligned_token_len: int) -> Masks:
     """Per group, the blocks that can decide a hit; None means all.
 
@@ -61,6 +64,7 @@ def lookup_mask(self: Any, aligned_token_len: int) -> Masks:
     return rules.core.reach_masks(aligned_token_len, 0, None, dense=True, states=True)
 
 
+@guarded("coordinator.load_mask")
 def load_mask(self: Any, block_hashes: Sequence[bytes], token_len: int) -> tuple[Bitset, ...]:
     """Per group, the blocks that a hit of ``token_len`` fills."""
     rules = rules_of(self)
@@ -69,6 +73,7 @@ def load_mask(self: Any, block_hashes: Sequence[bytes], token_len: int) -> tuple
     return rules.core.load_masks(token_len)
 
 
+@guarded("coordinator.find_longest_cache_hit")
 def find_longest_cache_hit(
     self: Any,
     block_hashes: Sequence[bytes],

@@ -13,6 +13,7 @@ from typing import Any
 from kvmask._core import BlockRows, Regions
 from kvmask.engines.sources import plain_function
 from kvmask.errors import AlignmentError, KVMaskError
+from kvmask.vllm.acting import guarded
 from kvmask.vllm.binding import adopt, derived, state
 from kvmask.vllm.releases import StockDatabase
 from kvmask.vllm.seams import stock
@@ -100,6 +101,7 @@ def _sharded(layout: Any) -> Tables | None:
     return tables
 
 
+@guarded("layout.prepare_values", strict=True)
 def rank_local_values(
     self: Any,
     chunks: Sequence[tuple[int, int]],
@@ -144,6 +146,7 @@ def _stock_values(self: Any, chunks: Any, block_ids: Any, shard_ids: Any) -> Any
     return stock("layout.prepare_values")(self, chunks, block_ids, shard_ids)
 
 
+@guarded("sharded_layout.prepare_values", strict=True)
 def sharded_values(
     self: Any,
     chunks: Sequence[tuple[int, int]],
@@ -174,11 +177,13 @@ def sharded_values(
     return addresses, sizes, ids
 
 
+@guarded("database.prepare_values", strict=True)
 def database_values(
     self: Any, chunks: Sequence[tuple[int, int]], block_ids: list[int]
 ) -> tuple[Rows, Rows, list[int]]:
     """Addresses, sizes and block ids of token ranges (to 0.29, where databases place blocks)."""
-    return rank_local_values(self, chunks, block_ids)
+    values: tuple[Rows, Rows, list[int]] = rank_local_values(self, chunks, block_ids)
+    return values
 
 
 # What takes the place of `prepare_values`, by the seam that it stands behind.

@@ -22,8 +22,10 @@ from vllm import envs
 
 from kvmask._core import Bitset
 from kvmask.coordinator import Hit
+from kvmask.errors import KVMaskError
 from kvmask.plans import NOT_TRIED, OVERSIZE, BlockFailure, Call, Held, LoadPlan
 from kvmask.vllm import releases
+from kvmask.vllm.acting import ACTING
 from kvmask.vllm.policy import ReceivingPolicy
 from kvmask.vllm.releases import NULL_BLOCK, current, logger
 from kvmask.vllm.rules import digests_of
@@ -181,12 +183,15 @@ def _every_block(thread: Any, meta: Any) -> list[int]:
 
 def handle_request(self: Any, req_meta: Any) -> None:
     """Load one request's hit; it is finished however the load ends."""
+    if not ACTING.on:
+        stock("receiving.handle_request")(self, req_meta)
+        return
     req_id = req_meta.req_id
     try:
         plans = thread_plans(self, ReceivingPolicy)
         tails = None if plans is None else _tails(self, req_meta.load_spec)
-    except Exception:
-        logger.exception("Load of request %s is left to vLLM: it cannot be planned", req_id)
+    except Exception as e:
+        ACTING.trip("receiving.handle_request", e)
         plans = tails = None
     if plans is None or tails is None:
         stock("receiving.handle_request")(self, req_meta)
@@ -195,6 +200,8 @@ def handle_request(self: Any, req_meta: Any) -> None:
         _drive(self, req_meta, _plan(self, req_meta, plans, tails))
     except Exception as e:
         logger.exception("Load of request %s failed: %s", req_id, e)
+        if not isinstance(e, KVMaskError):
+            ACTING.trip("receiving.handle_request", e)
         _report(self, req_id, _every_block(self, req_meta))
     self.set_finished_request(req_id)
     self.request_queue.task_done()

@@ -13,7 +13,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from kvmask.errors import KVMaskError
 from kvmask.plans import EXISTS, WAIT, BlockFailure, Call, SavePlan
+from kvmask.vllm.acting import ACTING
 from kvmask.vllm.policy import SendingPolicy
 from kvmask.vllm.releases import (
     NO_HANDLE,
@@ -51,7 +53,13 @@ class _Save:
             return
         if not thread._maybe_offload_boundary_states(meta) or self.token_len == 0:
             return
-        plan = self.plan(plans)
+        try:
+            plan = self.plan(plans)
+        except KVMaskError:
+            raise
+        except Exception as e:  # the job has begun: it ends, and the next ones are vLLM's
+            ACTING.trip("sending.handle_request", e)
+            raise
         if plan is None or self.drive(plan):
             thread._record_saved(meta, self.token_len)
             self.completed = True
@@ -200,6 +208,9 @@ class _Save:
 
 def handle_request(self: Any, req_meta: Any) -> None:
     """Store one request's new blocks; the job is reported however it ends."""
+    if not ACTING.on:
+        stock("sending.handle_request")(self, req_meta)
+        return
     try:
         token_len = _token_len(self, req_meta)
         plans = None
@@ -207,8 +218,8 @@ def handle_request(self: Any, req_meta: Any) -> None:
             plans = thread_plans(
                 self, SendingPolicy, self.coord.lcm_block_size, self.group_put_steps, NULL_BLOCK
             )
-    except Exception:  # before the job is kvmask's to report
-        logger.exception("A save of request %s is left to vLLM", req_meta.req_id)
+    except Exception as e:  # before the job is kvmask's to report
+        ACTING.trip("sending.handle_request", e)
         token_len = plans = None
     if token_len is None or plans is None:
         stock("sending.handle_request")(self, req_meta)
