@@ -71,9 +71,9 @@ def transfer(contract: Contract, store: Any, **options: Any) -> Iterator[KVTrans
     del memory
 
 
-def save(kv: KVTransfer, request: Any, tokens: int) -> int:
+def save(kv: KVTransfer, contract: Contract, request: Any, tokens: int) -> int:
     """Save a request whose blocks are all block 1; return how many keys failed."""
-    tables = [[1] * (tokens // group.block_size) for group in kv.contract.groups]
+    tables = [[1] * (tokens // group.block_size) for group in contract.groups]
     return len(kv.save(request, tables, tokens).failures)
 
 
@@ -99,7 +99,7 @@ def replay(
             hit = kv.lookup(looked_up, strategy=way.strategy)
             kept.hit_tokens += hit.length
             looked_up.mark = hit.length
-            save(kv, looked_up, n)
+            save(kv, contract, looked_up, n)
         kept.asked_keys = int(kv.stats.asked_keys)
         kept.renewed_keys = int(kv.stats.renewed_keys)
     return kept
@@ -133,13 +133,13 @@ def hot_prompt(
     with store_of(blocks, round(lease * 1000)) as store:
         with transfer(contract, store, renew=renewals) as kv:
             hot = prompt("hot")
-            save(kv, hot, HOT_TOKENS)
+            save(kv, contract, hot, HOT_TOKENS)
             for _ in range(round(seconds * 2)):
                 time.sleep(0.5)
                 kv.lookup(hot, own, strategy=strategy)
         with transfer(contract, store) as kv:
             for i in range(2 * blocks // (2 * HOT_TOKENS // 32)):
-                save(kv, prompt(str(i)), HOT_TOKENS)
+                save(kv, contract, prompt(str(i)), HOT_TOKENS)
                 time.sleep(0.02)  # the master evicts in a thread of its own
         with transfer(contract, store) as fresh:
             left = []

@@ -32,6 +32,7 @@ class Renewer:
         ask: Makes one existence call, like ``store.batch_is_exist``.
         tools: Counters, policy, log and breaker of the engine's plans. Renewed keys are counted in
             its ``stats``. An outage that the breaker remembers is not tried out here.
+        alive: Whether the store may still be called; the thread ends when it may not.
     """
 
     def __init__(
@@ -39,10 +40,12 @@ class Renewer:
         renewals: Renewals,
         ask: Callable[[list[str]], Any],
         tools: PlanTools,
+        alive: Callable[[], bool] = lambda: True,
     ) -> None:
         self.renewals = renewals
         self._ask = ask
         self._tools = tools
+        self._alive = alive
         self._lock = threading.Lock()
         self._lookups = 0
         self._wake = threading.Event()
@@ -116,6 +119,10 @@ class Renewer:
             time.sleep(_PAUSE)
             if self._lookups:
                 continue
+            if not self._alive():
+                self._closed = True
+                self.renewals.clear()
+                return
             keys = self.renewals.next_keys()
             if keys and not self._renew(keys):
                 self.renewals.drop()

@@ -10,6 +10,7 @@ from kvmask._plugin import register
 from kvmask.engines import Placed
 from kvmask.errors import UnsupportedReleaseError
 from kvmask.vllm import (
+    acting,
     agreement,
     binding,
     coordinator,
@@ -19,7 +20,9 @@ from kvmask.vllm import (
     options,
     saving,
     scheduling,
+    shadow,
 )
+from kvmask.vllm.lookup import close as close_lookups
 from kvmask.vllm.placing import replacements, say
 from kvmask.vllm.releases import (
     StockConnector,
@@ -52,7 +55,7 @@ def classes() -> dict[str, type]:
     Layouts and databases get theirs by `kvmask.vllm.layouts.adopt_places`.
     """
     placed = fitting()
-    methods: dict[str, Any] = {"register_kv_caches": _register_kv_caches}
+    methods: dict[str, Any] = {"register_kv_caches": _register_kv_caches, "close": _close}
     if placed.has("lookup"):
         methods["lookup"] = replacements(placed, current())["worker.lookup"]
     own = {StockWorker.__name__: binding.derived(StockWorker, tuple(methods.items()))}
@@ -73,16 +76,18 @@ def _adopt(thing: Any, stock: type) -> bool:
     return own is not None and binding.adopt(thing, stock, own)
 
 
-def adopt_worker(worker: Any, lookup: str) -> None:
+def adopt_worker(worker: Any, lookup: str, renew: bool = False) -> None:
     """Give a stock worker, its coordinator, layouts and threads kvmask's methods.
 
     Args:
         worker: vLLM's worker, just made; None does nothing.
         lookup: Strategy of its lookups.
+        renew: What its hits make worth keeping is renewed.
     """
     if worker is None:
         return
     binding.state(worker)["strategy"] = lookup
+    binding.state(worker)["renew"] = renew
     if getattr(worker, "coord", None) is not None:
         adopt_coordinator(worker.coord)
     if fitting().has("layouts"):
@@ -99,6 +104,12 @@ def _register_kv_caches(self: Any, kv_caches: Any) -> None:
     for thread in (self.kv_send_thread, *self.kv_recv_threads):
         _adopt(thread, StockSending)
         _adopt(thread, StockReceiving)
+
+
+def _close(self: Any) -> None:
+    """As stock, once nothing of kvmask's asks the store."""
+    close_lookups(self)
+    StockWorker.close(self)
 
 
 def adopt_coordinator(coord: Any) -> None:
@@ -162,8 +173,13 @@ class KVMaskStoreConnector(StockConnector):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         if placed is None:
             return
+        if chosen.shadow:
+            if self.connector_worker is not None and placed.has("lookup"):
+                shadow.attach(self.connector_worker, chosen.shadow, chosen.lookup)
+            return
+        acting.watch(chosen.switch_file)
         say(placed, f"lookup {chosen.lookup}")
-        adopt_worker(self.connector_worker, chosen.lookup)
+        adopt_worker(self.connector_worker, chosen.lookup, chosen.renew)
         agreement.write(self.connector_worker, vllm_config, contract)
         scheduler = self.connector_scheduler
         if scheduler is not None and getattr(scheduler, "_store_coord", None) is not None:

@@ -7,6 +7,7 @@ that decide, in a few calls. Both count every call under stock's operation name.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,7 @@ from kvmask.plans import (
     StorePolicy,
 )
 from kvmask.plans.breaker import no_answer
+from kvmask.vllm.acting import ACTING, guarded
 from kvmask.vllm.binding import state
 from kvmask.vllm.local import FORGET, unpack
 from kvmask.vllm.outages import breaker_of
@@ -36,6 +38,7 @@ from kvmask.vllm.releases import (
     is_stock_coordinator,
     logger,
 )
+from kvmask.vllm.renewing import check_option, renewer_for
 from kvmask.vllm.rules import Rules, digests_of, is_plain, rules_of
 from kvmask.vllm.seams import stock
 
@@ -104,7 +107,7 @@ class Groups:
         return Scheme(coord, tuple(made), covers=False)
 
 
-def _scheme(worker: Any) -> Scheme | None:
+def scheme_of_worker(worker: Any) -> Scheme | None:
     """Scheme of a worker's lookups, or None when its groups are not the core's to answer."""
     coord = worker.coord
     if not is_stock_coordinator(coord):
@@ -140,15 +143,27 @@ class Lookups:
         store: The store that is asked.
         record: Counts a call, as vLLM's workers count theirs.
         strategy: ``"staged"`` or ``"exact"``.
+        renew: What a hit makes worth keeping is asked for again later.
+        closed: Whether the store is closed, or about to be.
 
     Attributes:
         tools: Hints and breaker.
+        renewer: Asks again, in a thread of its own; None where nothing is renewed.
         ended: Called with a lookup's plan and hit when the lookup is over, on the thread that made
             it. Where another thread waits for the answer, that thread has it by then.
     """
 
-    def __init__(self, store: Any, record: Callable[..., None], strategy: str) -> None:
+    def __init__(
+        self,
+        store: Any,
+        record: Callable[..., None],
+        strategy: str,
+        *,
+        renew: bool = False,
+        closed: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.store = store
+        self.closed = closed
         self.strategy = strategy
         self.tools = PlanTools(
             LookupPolicy(),
@@ -158,8 +173,9 @@ class Lookups:
             log=logger,
         )
         self.ended: list[Callable[[LookupPlan, Hit], None]] = []
-        self._record = record
         self._spent: list[list[str]] = []
+        self.record = record
+        self.renewer = renewer_for(self) if renew else None
 
     def run(
         self, scheme: Scheme, block_hashes: Any, num_tokens: int, local_tokens: int
@@ -182,6 +198,17 @@ class Lookups:
             strategy=self.strategy,
             tools=self.tools,
         )
+        if self.renewer is None:
+            self._drive(plan)
+        else:
+            with self.renewer.lookup():
+                self._drive(plan)
+        cause = plan.result.cause
+        if isinstance(cause, StoreError) and cause.code == MALFORMED_ANSWER:
+            logger.error("The Mooncake store's answer to a lookup is unusable: %s", cause)
+        return plan
+
+    def _drive(self, plan: LookupPlan) -> None:
         while (call := plan.next_call()) is not None:
             keys = call.args[0]
             self._spent.append(keys)  # freed when the answer is out: a long request has thousands
@@ -192,10 +219,6 @@ class Lookups:
                 plan.fail(e.with_traceback(None))
             else:
                 plan.feed(answers)
-        cause = plan.result.cause
-        if isinstance(cause, StoreError) and cause.code == MALFORMED_ANSWER:
-            logger.error("The Mooncake store's answer to a lookup is unusable: %s", cause)
-        return plan
 
     def _exists(self, keys: list[str]) -> Any:
         """The store's answers, counted as vLLM counts them."""
@@ -204,9 +227,9 @@ class Lookups:
             answers = self.store.batch_is_exist(keys)
         except Exception:
             seconds = time.perf_counter() - start
-            self._record("lookup_exists", seconds, n, status="error", num_failed_keys=n)
+            self.record("lookup_exists", seconds, n, status="error", num_failed_keys=n)
             raise
-        self._record("lookup_exists", time.perf_counter() - start, n)
+        self.record("lookup_exists", time.perf_counter() - start, n)
         return answers
 
     def ask(self, keys: list[str]) -> list[int] | None:
@@ -232,6 +255,8 @@ class Lookups:
     def over(self, plan: LookupPlan) -> None:
         """Tell those who want to know that a lookup is over, and drop its keys."""
         self._spent.clear()
+        if self.renewer is not None:
+            self.renewer.note(plan)
         for listener in self.ended:
             listener(plan, plan.result)
 
@@ -239,6 +264,13 @@ class Lookups:
         """Drop what is remembered of the store's content."""
         if self.tools.hints is not None:
             self.tools.hints = HitHints(self.tools.hints.capacity)
+        if self.renewer is not None:
+            self.renewer.clear()
+
+    def close(self) -> None:
+        """Before the store is closed: renew nothing any more."""
+        if self.renewer is not None:
+            self.renewer.close()
 
 
 def lookups_of(worker: Any) -> Lookups:
@@ -246,11 +278,26 @@ def lookups_of(worker: Any) -> Lookups:
     strategy = state(worker).get("strategy") or _default["lookup"]
     kept: Lookups | None = state(worker).get("lookups")
     if kept is None or kept.strategy != strategy or kept.store is not worker.store:
-        made = Lookups(worker.store, worker._record_kv_connector_operation, strategy)
+        store, known = worker.store, weakref.ref(worker)
+        made = Lookups(
+            store,
+            worker._record_kv_connector_operation,
+            strategy,
+            renew=state(worker).get("renew", check_option(None)),
+            closed=lambda: getattr(known(), "store", None) is not store,
+        )
         if kept is not None:
+            kept.close()
             made.ended = kept.ended
         kept = state(worker)["lookups"] = made
     return kept
+
+
+def close(worker: Any) -> None:
+    """Before a worker closes its store."""
+    kept: Lookups | None = state(worker).get("lookups")
+    if kept is not None:
+        kept.close()
 
 
 def _held(scheme: Scheme, local_tokens: int) -> Held | None:
@@ -290,15 +337,27 @@ def answer(
     """
     if worker._capacity_only or num_tokens <= 0 or not block_hashes:
         return current().lookup_result(0, ()), None
-    scheme = _scheme(worker) if is_plain(block_hashes) else None
+    if not ACTING.on:
+        return _stocks(worker, num_tokens, block_hashes), None
+    scheme = scheme_of_worker(worker) if is_plain(block_hashes) else None
     if scheme is None:
         return stock("worker.lookup")(worker, num_tokens, block_hashes), None
     try:
         plan = lookups_of(worker).run(scheme, block_hashes, num_tokens, local_tokens)
-    except Exception as e:  # the thread that serves lookups must not end
-        logger.exception("A lookup in the Mooncake store failed: %s", e)
-        return current().lookup_result(0, ()), None
+    except Exception as e:
+        ACTING.trip("worker.lookup", e)
+        return _stocks(worker, num_tokens, block_hashes), None
     return result_of(scheme, plan), plan
+
+
+def _stocks(worker: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
+    """What vLLM's own lookup answers; no hit when it raises: the thread that serves lookups must
+    not end."""
+    try:
+        return stock("worker.lookup")(worker, num_tokens, block_hashes)
+    except Exception as e:
+        logger.exception("A lookup in the Mooncake store failed: %s", e)
+        return current().lookup_result(0, ())
 
 
 def lookup(self: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
@@ -316,6 +375,7 @@ def lookup(self: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
     return result
 
 
+@guarded("worker.lookup")
 def lookup_by_length(self: Any, token_len: int, block_hashes: Sequence[bytes]) -> int:
     """The lookup to 0.26, which aligns nothing itself: keys from the core, the rest stock's."""
     if not is_plain(block_hashes) or not block_hashes or token_len <= 0:

@@ -18,6 +18,9 @@ NAMES = (
     "lookup_in",
     "lookup_deadline_ms",
     "hasher",
+    "renew",
+    "switch_file",
+    "shadow",
     "on_unknown",
     "contract",
 )

@@ -19,6 +19,7 @@ from typing import Any
 from kvmask import mooncake
 from kvmask.errors import StoreConfigWarning
 from kvmask.plans import Breaker, Scheme
+from kvmask.vllm.acting import ACTING
 from kvmask.vllm.asking import Over
 from kvmask.vllm.local import FORGET, pack
 from kvmask.vllm.lookup import Groups, Lookups, answer, lookups_of, result_of
@@ -156,13 +157,25 @@ class OwnClient:
         groups: The engine's groups.
         record: Counts a call, as vLLM's workers count theirs.
         strategy: ``"staged"`` or ``"exact"``.
+        worker: What answers instead when kvmask is turned off.
+        renew: What hits make worth keeping is renewed.
 
     Attributes:
         lookups: What its lookups share.
     """
 
-    def __init__(self, store: Any, groups: Groups, record: Any, strategy: str) -> None:
-        self.lookups = Lookups(store, record, strategy)
+    def __init__(
+        self,
+        store: Any,
+        groups: Groups,
+        record: Any,
+        strategy: str,
+        worker: OverTheWire,
+        *,
+        renew: bool = False,
+    ) -> None:
+        self.lookups = Lookups(store, record, strategy, renew=renew)
+        self._worker = worker
         self._groups = groups
         self._known: tuple[Rules | None, Scheme | None] = (None, None)
 
@@ -185,6 +198,17 @@ class OwnClient:
         self, num_tokens: int, local_tokens: int, block_hashes: Sequence[bytes]
     ) -> tuple[Any, Over | None]:
         """See `kvmask.vllm.asking.Place`."""
+        if not ACTING.on:
+            return self._worker.ask(num_tokens, 0, block_hashes)
+        try:
+            return self._ask(num_tokens, local_tokens, block_hashes)
+        except Exception as e:
+            ACTING.trip("a lookup in the scheduler", e)
+            return self._worker.ask(num_tokens, 0, block_hashes)
+
+    def _ask(
+        self, num_tokens: int, local_tokens: int, block_hashes: Sequence[bytes]
+    ) -> tuple[Any, Over | None]:
         scheme = self.scheme()
         if scheme is None or num_tokens <= 0 or not block_hashes or not is_plain(block_hashes):
             return current().lookup_result(0, ()), None
@@ -197,6 +221,7 @@ class OwnClient:
 
     def close(self) -> None:
         """Close the client."""
+        self.lookups.close()
         self.lookups.store.close()
 
 

@@ -11,7 +11,7 @@ import kvmask
 from kvmask.engines import Placed, after_import
 from kvmask.errors import UnsupportedReleaseError
 from kvmask.switch import ALLOWED, LOOKUP, PLUGIN, RAY_PREFIXES, SWITCH, allow_list
-from kvmask.vllm import coordinator, hashing, layouts, loading, saving, seams
+from kvmask.vllm import acting, coordinator, hashing, layouts, loading, saving, seams
 from kvmask.vllm import lookup as lookups
 from kvmask.vllm.features import ABSENT
 from kvmask.vllm.releases import Release, current, fitting, logger, version
@@ -71,6 +71,7 @@ def install(lookup: str = "staged") -> None:
     hasher = wanted.pop(_HASHER, None)
     seams.place(wanted)
     lookups.set_default(lookup)
+    acting.watch()
     if hasher is not None:
         _wanted["hasher"] = True
         after_import(_ENGINE, _place_hasher)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvmask.errors import ArgumentError
-from kvmask.vllm import places
+from kvmask.vllm import acting, places, renewing, shadow
 from kvmask.vllm.asking import Asking, Place
 from kvmask.vllm.local import check_option
 from kvmask.vllm.lookup import Groups, check_strategy
@@ -29,6 +29,10 @@ class Options:
         lookup_in: Who asks the store: the scheduler where it can, or the worker.
         deadline: Seconds that a lookup may hold the scheduler.
         hasher: The engine's block hasher is replaced.
+        renew: What hits make worth keeping is asked for again (see kvmask.vllm.renewing).
+        switch_file: A file that can turn kvmask off (see kvmask.vllm.acting); None watches none.
+        shadow: vLLM answers, and one lookup of so many is compared (see kvmask.vllm.shadow); 0
+            compares none.
     """
 
     lookup: str = "staged"
@@ -36,6 +40,9 @@ class Options:
     lookup_in: str = "scheduler"
     deadline: float = DEADLINE_MS / 1e3
     hasher: bool = True
+    renew: bool = True
+    switch_file: str | None = None
+    shadow: int = 0
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Options:
@@ -63,6 +70,9 @@ class Options:
             where,
             most / 1e3,
             hasher,
+            renewing.check_option(extra.get("renew")),
+            acting.check_file(extra.get("switch_file")),
+            shadow.check_option(extra.get("shadow", 0)),
         )
 
 
@@ -135,7 +145,14 @@ class SchedulerLookups:
             coord.hash_block_size,
         )
         store = places.connect(handshake)
-        place = places.OwnClient(store, groups, self._record, self._options.lookup)
+        place = places.OwnClient(
+            store,
+            groups,
+            self._record,
+            self._options.lookup,
+            places.OverTheWire(self.asking.client),
+            renew=self._options.renew,
+        )
         if place.scheme() is None:
             place.close()
             return None
