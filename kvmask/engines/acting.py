@@ -8,6 +8,7 @@ the log once.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import threading
 import time
@@ -137,6 +138,7 @@ class Switch:
 
         # It is the function in every respect: who compares or unwraps functions finds this one.
         del call.__dict__["__wrapped__"]
+        call.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
         return call
 
     def _watch(self) -> None:
