@@ -82,8 +82,12 @@ class Renewer:
         """Forget what was noted and renewed."""
         self.renewals.clear()
 
-    def close(self) -> None:
-        """End the thread, and wait for a call that it makes. Later hits are dropped."""
+    def close(self, seconds: float | None = None) -> None:
+        """End the thread, and wait for a call that it makes. Later hits are dropped.
+
+        Args:
+            seconds: Wait no longer than this; None waits to the end.
+        """
         self._closed = True
         self._wake.set()
         thread = self._thread
@@ -92,7 +96,7 @@ class Renewer:
             and os.getpid() == self._pid
             and thread is not threading.current_thread()
         ):
-            thread.join()
+            thread.join(seconds)
         self.renewals.clear()
 
     def _start(self) -> None:

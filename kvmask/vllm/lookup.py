@@ -43,6 +43,8 @@ from kvmask.vllm.rules import Rules, digests_of, is_plain, rules_of
 from kvmask.vllm.seams import stock
 
 _default = {"lookup": "staged"}
+# As long as vLLM's worker waits for its transfer threads before it closes the store.
+CLOSE_SECONDS = 5.0
 
 
 def check_strategy(lookup: Any) -> str:
@@ -270,7 +272,7 @@ class Lookups:
     def close(self) -> None:
         """Before the store is closed: renew nothing any more."""
         if self.renewer is not None:
-            self.renewer.close()
+            self.renewer.close(CLOSE_SECONDS)
 
 
 def lookups_of(worker: Any) -> Lookups:
@@ -287,7 +289,6 @@ def lookups_of(worker: Any) -> Lookups:
             closed=lambda: getattr(known(), "store", None) is not store,
         )
         if kept is not None:
-            kept.close()
             made.ended = kept.ended
         kept = state(worker)["lookups"] = made
     return kept
