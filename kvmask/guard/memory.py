@@ -36,7 +36,7 @@ class BounceMemory:
             `MooncakePolicy`: 512 pieces of 64 KiB.
         chunks: Chunks that calls can borrow.
         max_retired: Chunks that may be retired and replaced. Beyond it fewer are left, and without
-            any every key fails with code -10004.
+            any every key fails with code -10004. Memory is taken for those that are replaced alone.
 
     Raises:
         ArgumentError: A number is out of range.
@@ -45,7 +45,7 @@ class BounceMemory:
 
     chunk_bytes: int = 32 * MIB
     chunks: int = 4
-    max_retired: int = 8
+    max_retired: int = 32
 
     def __post_init__(self) -> None:
         limits = {

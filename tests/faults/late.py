@@ -203,6 +203,7 @@ def case_save(kinds: tuple[str, ...]) -> dict[str, int]:
             e = engine(third, kind)
             hit, got = load(e, second)
             wrong[kind], seen = e.wrong_bytes(second, TABLE, hit.masks, failed_blocks(got))
+            e.kv.close()
             codes = sorted({f.code for f in got.failures})
             print(
                 f"  {kind:8} {result.stored} keys stored, {got.loaded} loaded, "
