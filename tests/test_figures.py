@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,31 @@ def test_nothing_leaves_the_picture(name):
 def test_a_page_shows_the_picture(name):
     shown = re.compile(rf"!\[[^\]]+\]\((?:docs/)?figures/{re.escape(name)}\)")
     assert any(shown.search(page.read_text(encoding="utf-8")) for page in PAGES)
+
+
+def rounded(number):
+    """A number as README prints it: with two significant digits, halves up."""
+    step = Decimal(1).scaleb(number.adjusted() - 1)
+    value = number.quantize(step, ROUND_HALF_UP)
+    return f"{value:,f}" if step < 1 else f"{int(value):,}"
+
+
+def test_the_first_table_of_readme_is_that_of_the_replay():
+    """Each row has the keys, the mean and the p99 of two rows of docs/benchmarks.md."""
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    runs = re.findall(r"`(\w+)`: [^\n]*\n\n```text\n(.*?)```", text, re.DOTALL)
+    rows = []
+    for _, table in runs:
+        sides = {
+            line.split()[0]: line.split() for line in table.splitlines()[1:] if " / " not in line
+        }
+        pair = []
+        for column, unit in ((5, ""), (1, " ms"), (3, " ms")):
+            stock, ours = Decimal(sides["vLLM"][column]), Decimal(sides["hinted"][column])
+            pair.append(f"{rounded(stock)} → {rounded(ours)}{unit} ({rounded(stock / ours)}x)")
+        rows.append(pair)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"<!-- replay: begin -->\n(.*?)<!-- replay: end -->", readme, re.DOTALL)
+    said = [line.strip("| ").split(" | ")[1:] for line in found[1].splitlines()[2:]]
+    assert len(said) == 5
+    assert [row for row in said if row not in rows] == []
