@@ -8,17 +8,17 @@ PY := $(VENV)/bin/python
 CC ?= gcc
 # Arguments for the program behind a target: make test ARGS="-k mask"
 ARGS ?=
-# Rounds of `make test-faults`, and seconds of `make soak`.
+# Rounds of `make test-faults`, and seconds of `make soak` and `make fuzz`.
 ROUNDS ?= 200
-TIME ?= 600
+soak: TIME ?= 600
+fuzz: TIME ?= 60
 # Benches run beside the real vLLM where `make test-vllm` has made its environment.
 BENCH_PY := $(firstword $(wildcard .venv-vllm/bin/python) $(PY))
 
 C_TESTS := $(patsubst tests/c/%.c,build/c/%,$(wildcard tests/c/test_*.c))
 C_FLAGS := -std=c11 -g -O1 -Wall -Wextra -Werror -Ikvmask/csrc \
 	-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
-# What `make fuzz` runs: seconds in all, half of them for C.
-TIME ?= 60
+# What `make fuzz` runs, half of its time in C.
 CLANG ?= clang
 FUZZERS := $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/*.c))
 ASAN := build/asan
@@ -52,6 +52,21 @@ test-c: $(C_TESTS) ## the C headers' own tests, with sanitizers
 build/c/%: tests/c/%.c $(wildcard tests/c/*.h kvmask/csrc/*.h)
 	@mkdir -p $(@D)
 	$(CC) $(C_FLAGS) $< -o $@ -lm -ldl
+
+# The paths of the C headers for 64-bit Arm, on any machine.
+ARM_CC := aarch64-linux-gnu-gcc
+ARM_RUN := qemu-aarch64-static
+ARM_TESTS := $(C_TESTS:build/c/%=build/aarch64/%)
+
+.PHONY: test-aarch64
+test-aarch64: $(ARM_TESTS) ## the C headers' own tests for aarch64, by a cross compiler and an emulator
+	@for test in $(ARM_TESTS); do echo "$$test"; $(ARM_RUN) -L /usr/aarch64-linux-gnu "$$test"; done
+
+build/aarch64/%: tests/c/%.c $(wildcard tests/c/*.h kvmask/csrc/*.h)
+	@mkdir -p $(@D)
+	@command -v $(ARM_CC) $(ARM_RUN) >/dev/null || { echo "install gcc-aarch64-linux-gnu," \
+		"libc6-dev-arm64-cross and qemu-user-static" >&2; exit 1; }
+	$(ARM_CC) -std=c11 -O2 -Wall -Wextra -Werror -Ikvmask/csrc $< -o $@ -lm -ldl
 
 .PHONY: fuzz
 fuzz: setup-fuzz $(FUZZERS:%=build/fuzz/%) ## libFuzzer over the C headers, then a fuzzer of the public names: make fuzz TIME=600
