@@ -33,6 +33,8 @@ def vllm() -> None:
             os.environ[switch.SWITCH],
         )
     elif on:
+        # Ray workers are started before the connector is imported.
+        os.environ[switch.RAY_PREFIXES] = switch.ray_prefixes()
         after_import(_STORE, _install_vllm)
 
 

@@ -30,3 +30,9 @@ def allow_list(environ: Mapping[str, str] | None = None) -> list[str] | None:
     """The plugins that vLLM may load; None: all."""
     value = (os.environ if environ is None else environ).get(ALLOWED)
     return None if value is None else value.split(",")
+
+
+def ray_prefixes(environ: Mapping[str, str] | None = None) -> str:
+    """The prefixes of variables that vLLM's Ray workers get, kvmask's among them."""
+    value = (os.environ if environ is None else environ).get(RAY_PREFIXES, "")
+    return ",".join(sorted({part.strip() for part in value.split(",")} - {""} | {"KVMASK_"}))

@@ -300,7 +300,8 @@ def test_every_release_has_digests_of_all_it_replaces() -> None:
 @pytest.fixture
 def environ(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in (switch.SWITCH, switch.LOOKUP, switch.ALLOWED, switch.RAY_PREFIXES):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that it is gone again afterwards
+        monkeypatch.delenv(name)
     return monkeypatch
 
 
@@ -320,6 +321,7 @@ def test_plugin_installs(environ: Any, value: str) -> None:
     _plugin.vllm()
     assert seams.placed()
     assert lookup._default["lookup"] == "exact"
+    assert os.environ[switch.RAY_PREFIXES] == "KVMASK_"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import kvmask
 from kvmask.engines import Placed, after_import
 from kvmask.errors import UnsupportedReleaseError
-from kvmask.switch import ALLOWED, LOOKUP, PLUGIN, RAY_PREFIXES, SWITCH, allow_list
+from kvmask.switch import ALLOWED, LOOKUP, PLUGIN, RAY_PREFIXES, SWITCH, allow_list, ray_prefixes
 from kvmask.vllm import acting, coordinator, hashing, layouts, loading, saving, seams
 from kvmask.vllm import lookup as lookups
 from kvmask.vllm.features import ABSENT
@@ -103,8 +103,7 @@ def _place_hasher() -> None:
 
 def _tell_children(lookup: str) -> None:
     """Let processes that vLLM starts do the same, or say that they will not."""
-    prefixes = {p.strip() for p in os.environ.get(RAY_PREFIXES, "").split(",")} - {""}
-    told = {SWITCH: "1", LOOKUP: lookup, RAY_PREFIXES: ",".join(sorted(prefixes | {"KVMASK_"}))}
+    told = {SWITCH: "1", LOOKUP: lookup, RAY_PREFIXES: ray_prefixes()}
     with _lock:
         for name, value in told.items():
             _BEFORE.setdefault(name, os.environ.get(name))
