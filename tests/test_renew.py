@@ -78,7 +78,7 @@ def drain(renewals):
     keys = []
     while renewals.pending:
         batch = renewals.next_keys()
-        assert len(batch) <= 256
+        assert len(batch) <= 128
         keys += batch
     return keys
 
