@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -108,6 +109,18 @@ def another_master(port):
             process.kill()
 
 
+def stop(process):
+    """Stop a process, and wait until it has stopped."""
+    os.kill(process, signal.SIGSTOP)
+
+    def stopped():
+        states = [p.read_text().rpartition(")")[2].split()[0] for p in tasks]
+        return set(states) == {"T"}
+
+    tasks = [p / "stat" for p in Path(f"/proc/{process}/task").iterdir()]
+    until(stopped)
+
+
 def fill(worker, tokens, digests):
     """Put what a hit of this many tokens rests on, and what earlier ones do."""
     for g, group in enumerate(GROUPS):
@@ -199,14 +212,14 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 def test_a_stopped_master_holds_nobody_and_what_comes_late_teaches(own, mode):
     extra, options = MODES[mode]
-    pair = own.pair({"lookup_deadline_ms": 100, **extra}, **options)
+    pair = own.pair({"lookup_deadline_ms": 2_000, **extra}, **options)
     digests = digests_of(768)
     fill(pair.worker, 768, digests)
     ask = world.request(800, digests)
     assert pair.hit(ask) == 768
     lookups = pair.asking.place.lookups if mode == "own client" else lookups_of(pair.worker)
     lookups.forget()
-    os.kill(own.master.pid, signal.SIGSTOP)
+    stop(own.master.pid)
     try:
         for _ in range(3):
             assert pair.hit(world.request(800, digests)) == 0
@@ -263,7 +276,7 @@ def test_a_dead_master_is_remembered_and_found_again(own, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_async_lookups(own, mode):
     extra, options = MODES[mode]
-    pair = own.pair({"lookup_async": True, "lookup_deadline_ms": 100, **extra}, **options)
+    pair = own.pair({"lookup_async": True, "lookup_deadline_ms": 2_000, **extra}, **options)
     digests = digests_of(768)
     fill(pair.worker, 768, digests)
     asks = [world.request(800, digests[:n]) for n in (48, 24, 8)]
@@ -279,7 +292,7 @@ def test_async_lookups(own, mode):
 
     until(turn)
     assert list(found.values()) == [768, 384, 128]
-    os.kill(own.master.pid, signal.SIGSTOP)
+    stop(own.master.pid)
     try:
         ask, gone = world.request(800, digests), world.request(800, digests)
         assert pair.hit(ask) is None
