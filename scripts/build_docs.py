@@ -204,7 +204,8 @@ def prepare(source: Path) -> None:
         (source / f"{names[-1]}.rst").write_text(reference(title, listed), encoding="utf-8")
     docs = [f"docs/{path.stem}" for path in pages if path.parent != ROOT]
     docs.sort(key=lambda name: name != "docs/connector")  # it is where most begin
-    toctrees = (("Pages", [*docs, "CONTRIBUTING", "CHANGELOG"]), ("Reference", names))
+    about = [path.stem for path in pages if path.parent == ROOT and path.stem != "README"]
+    toctrees = (("Pages", [*docs, *about]), ("Reference", names))
     index = "kvmask\n======\n\n.. toctree::\n   :hidden:\n\n   README\n"
     for caption, listed in toctrees:
         index += f"\n.. toctree::\n   :caption: {caption}\n   :maxdepth: 1\n\n"
