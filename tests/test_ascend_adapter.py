@@ -82,14 +82,14 @@ def test_one_line_says_what_is_in_place(caplog: Any) -> None:
 
 def test_a_changed_function_keeps_its_feature_stock(monkeypatch: Any) -> None:
     other = dict(releases.seams._stock)
-    other["database.prepare_value"] = lambda self, start, end: None
+    other["database.prepare_value"] = digests
     monkeypatch.setattr(releases.seams, "_stock", other)
     found = releases.TABLE.fit(releases.seams, "vllm-ascend", "9.9")
     assert [f.name for f in found.features] == ["lookup", "masks", "keys"]
     assert "Stock stays: descriptors (" in found.line("vllm-ascend", "9.9")
     assert "prepare_value has changed" in found.line("vllm-ascend", "9.9")
     assert "database.prepare_value" not in found.seams
-    monkeypatch.setattr(releases.seams, "_stock", {})
+    monkeypatch.setattr(releases.seams, "_stock", dict.fromkeys(releases.seams))
     with pytest.raises(UnsupportedReleaseError, match=r"checked against vllm-ascend .*is gone"):
         releases.TABLE.fit(releases.seams, "vllm-ascend", "9.9")
 
@@ -253,7 +253,7 @@ def test_the_plugin_acts_only_when_it_is_switched_on(monkeypatch: Any) -> None:
 
 def test_the_plugin_leaves_an_unknown_release_alone(monkeypatch: Any) -> None:
     monkeypatch.setattr(releases, "_found", [])
-    monkeypatch.setattr(releases.seams, "_stock", {})
+    monkeypatch.setattr(releases.seams, "_stock", dict.fromkeys(releases.seams))
     monkeypatch.setenv("KVMASK_ASCEND", "1")
     _plugin.ascend()
     assert not releases.seams.placed()
