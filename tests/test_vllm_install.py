@@ -209,6 +209,14 @@ def test_a_connector_may_refuse_what_fits_in_part(unknown: Any) -> None:
         connector._fitting("refuse")
 
 
+def test_threads_that_stay_stock_are_not_looked_for(unknown: Any) -> None:
+    """Releases to 0.26 have other threads."""
+    unknown(layout__prepare_values=changed_rule)
+    own = connector.classes()["MooncakeStoreWorker"]
+    assert own.register_kv_caches is releases.StockWorker.register_kv_caches
+    assert own.lookup is lookup.lookup
+
+
 def test_the_connector_of_an_unknown_vllm_is_stock(
     unknown: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

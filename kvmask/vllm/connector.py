@@ -55,7 +55,9 @@ def classes() -> dict[str, type]:
     Layouts and databases get theirs by `kvmask.vllm.layouts.adopt_places`.
     """
     placed = fitting()
-    methods: dict[str, Any] = {"register_kv_caches": _register_kv_caches, "close": _close}
+    methods: dict[str, Any] = {"close": _close}
+    if placed.has("saving") or placed.has("loading"):  # releases before have other threads
+        methods["register_kv_caches"] = _register_kv_caches
     if placed.has("lookup"):
         methods["lookup"] = replacements(placed, current())["worker.lookup"]
     own = {StockWorker.__name__: binding.derived(StockWorker, tuple(methods.items()))}
