@@ -31,7 +31,7 @@ ASCEND_CASES ?= 100000
 
 .PHONY: help
 help: ## show the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 .PHONY: setup-demo setup-dev setup-vllm setup-fuzz
 setup-demo setup-dev setup-vllm setup-fuzz: setup-%:

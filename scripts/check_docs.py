@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
-MAKE = re.compile(r"^make ([a-z][a-z-]*)", re.MULTILINE)
+MAKE = re.compile(r"^make ([a-z][a-z0-9-]*)", re.MULTILINE)
 KVMASK = re.compile(r"^kvmask ([a-z]+)", re.MULTILINE)
 NAME = re.compile(r"\bkvmask(?:\.[A-Za-z_]\w*)+")
 
@@ -41,7 +41,7 @@ def make_targets() -> set[str]:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     return {
         name
-        for line in re.findall(r"^([a-z][a-z -]*):", makefile, re.MULTILINE)
+        for line in re.findall(r"^([a-z][a-z0-9 -]*):", makefile, re.MULTILINE)
         for name in line.split()
     }
 

@@ -114,3 +114,52 @@ def test_the_first_table_of_readme_is_that_of_the_replay():
     said = [line.strip("| ").split(" | ")[1:] for line in found[1].splitlines()[2:]]
     assert len(said) == 5
     assert [row for row in said if row not in rows] == []
+
+
+# Row of README's second table to its row in docs/benchmarks.md.
+ROWS = {
+    "lookup, DeepSeek-V4 shape, `exact` (9,728 keys)": "lookup exact, dsv4, {}: 9728 keys",
+    "lookup, DeepSeek-V4 shape, `staged` with hints (533 keys)": (
+        "lookup hinted, dsv4, {}: 533 keys"
+    ),
+    "lookup, Gemma shape, `exact`": "lookup exact, gemma, {}: 32768 keys",
+    "lookup, Gemma shape, `staged` with hints": "lookup hinted, gemma, {}: 8428 keys",
+    "lookup, full attention with blocks of 16, `exact`": "lookup exact, full16, {}: 8192 keys",
+    "lookup, full attention, `staged` with hints": "lookup hinted, full16, {}: 8191 keys",
+    "save plan (masks, blocks, keys), DeepSeek-V4 shape": "save plan, dsv4, 131,072 tokens",
+    "addresses and sizes, 61 regions, 2,048 blocks": "addresses made: 61 regions, 2048 blocks",
+    "block hashes, `sha256`, blocks of 16": "hash_tokens sha256, blocks of 16, 131,072 tokens",
+    "`store_mask` of 1,048,576 tokens": "store_mask, dsv4, 1,048,576 tokens",
+}
+ALL = "131,072 tokens, all present"
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip("|\n").split("|")]
+
+
+def short(time):
+    """A time as README prints it."""
+    number, unit = time.split()
+    return f"{rounded(Decimal(number))} {unit}"
+
+
+def test_the_second_table_of_readme_is_that_of_the_benches():
+    bench = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    measured = {cells(line)[0]: cells(line) for line in bench.splitlines() if line[:1] == "|"}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"<!-- measured: begin -->(.*?)<!-- measured: end -->", readme, re.DOTALL)
+    said = [cells(line) for line in found[1].splitlines() if line[:1] == "|"][2:]
+    assert [row[0] for row in said] == list(ROWS)
+    microseconds = {"µs": 1, "ms": 1000}
+    for what, vllm, cold, warm in said:
+        _, ours, first, _, theirs, ratio, *_ = measured[ROWS[what].format(ALL)]
+        assert vllm == short(theirs)
+        assert warm == f"{short(ours)} ({rounded(Decimal(ratio.rstrip('x')))}x)"
+        if first:
+            a, b = (
+                Decimal(time.split()[0]) * microseconds[time.split()[1]] for time in (theirs, first)
+            )
+            assert cold == f"{short(first)} ({rounded(a / b)}x)"
+        else:
+            assert cold == ""

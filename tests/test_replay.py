@@ -94,6 +94,17 @@ def test_replay_notices_lookups_that_differ():
     assert not outcome.ok
 
 
+def test_quantiles_of_a_run():
+    run = replay.Run("any", lambda num_tokens, buffer: 0)
+    run.seconds = [n / 1e3 for n in range(1000, 0, -1)]
+    found = dict(zip(replay.SHARES, run.quantiles(), strict=True))
+    assert found[0.5] == 500  # milliseconds: half of the lookups take no longer
+    assert (found[0.005], found[0.99], found[0.999], found[1.0]) == (5, 990, 999, 1000)
+    assert list(replay.SHARES) == sorted(set(replay.SHARES))
+    run.seconds = [0.002]
+    assert set(run.quantiles()) == {2}
+
+
 def test_replay_refuses_a_store_that_is_not_empty():
     store = FakeStore()
     requests = small(10)
