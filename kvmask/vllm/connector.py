@@ -17,6 +17,7 @@ from kvmask.vllm import (
     hashing,
     layouts,
     loading,
+    metrics,
     options,
     saving,
     scheduling,
@@ -146,6 +147,14 @@ def _fitting(on_unknown: str) -> Placed | None:
     return placed
 
 
+def _has_metrics() -> bool:
+    """Whether vLLM's statistics are as kvmask knows them."""
+    try:
+        return fitting().has("metrics")
+    except UnsupportedReleaseError:
+        return False
+
+
 class KVMaskStoreConnector(StockConnector):  # type: ignore[misc]
     """vLLM's MooncakeStoreConnector with kvmask's masks, lookups, saves and loads.
 
@@ -220,10 +229,34 @@ class KVMaskStoreConnector(StockConnector):  # type: ignore[misc]
         self.set_xfer_handshake_metadata(metadata)
 
     def get_kv_connector_stats(self) -> Any:
-        """As stock; on the scheduler's side, the operations of its own store client."""
+        """As stock, with kvmask's counters; on the scheduler's side, of its own store client."""
         if self._kvmask_lookups is not None:
             return self._kvmask_lookups.take_stats()
-        return super().get_kv_connector_stats()
+        stats = super().get_kv_connector_stats()
+        if self.connector_worker is None or not _has_metrics():
+            return stats
+        return metrics.with_counters(stats, metrics.worker_counters(self.connector_worker))
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        """As stock, with kvmask's counters."""
+        if not _has_metrics():
+            return super().build_kv_connector_stats(data)
+        return metrics.KVMaskStats(data={} if data is None else data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Any:
+        """As stock, with kvmask's counters."""
+        args = vllm_config, metric_types, labelnames, per_engine_labelvalues
+        if not _has_metrics():
+            return super().build_prom_metrics(*args)
+        return metrics.KVMaskPromMetrics(*args)
 
     def shutdown(self) -> None:
         """As stock; the scheduler's own store client is closed."""

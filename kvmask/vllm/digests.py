@@ -163,4 +163,10 @@ connector.matched_tokens 0.24:404e5dff03
 connector.register 0.24:7bd20a79ec
 connector.reset 0.24:126586271e
 connector.shutdown 0.24:ceea209566
+connector.stats 0.24:f598c2e518
+connector.build_stats 0.24:64d8927fa7
+connector.build_metrics 0.24:4104408ea5
+metrics.stats 0.24:f1003f2bc1
+metrics.prometheus 0.24:35b2cceea3
+metrics.base 0.24:7af752f537
 """

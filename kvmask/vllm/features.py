@@ -16,6 +16,7 @@ that it reads. Tests record what is called and read, and compare it with this ta
 | saving | the sending thread's job | 0.29 and newer |
 | loading | the receiving thread's job | 0.27 and newer |
 | hasher | block hashes of a request | all |
+| metrics | kvmask's counters among vLLM's | all |
 """
 
 from __future__ import annotations
@@ -268,6 +269,19 @@ FEATURES = (
             "request.lora_request",
         ),
     ),
+    Feature(
+        "metrics",
+        (),
+        (
+            "connector.stats",
+            "connector.build_stats",
+            "connector.build_metrics",
+            "metrics.stats",
+            "metrics.prometheus",
+            "metrics.base",
+        ),
+        needs=("connector",),
+    ),
 )
 
 # Why a release does not have a feature.
@@ -289,6 +303,7 @@ _FIRST = {
     "saving": "0.29",
     "loading": "0.27",
     "hasher": "0.24",
+    "metrics": "0.24",
 }
 OFFERS = {
     release: frozenset(f for f, first in _FIRST.items() if RELEASES.index(first) <= i)

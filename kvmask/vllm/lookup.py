@@ -27,6 +27,7 @@ from kvmask.plans import (
     StorePolicy,
 )
 from kvmask.plans.breaker import no_answer
+from kvmask.plans.metrics import TransferStats
 from kvmask.vllm.acting import ACTING, guarded
 from kvmask.vllm.binding import state
 from kvmask.vllm.local import FORGET, unpack
@@ -147,8 +148,10 @@ class Lookups:
         strategy: ``"staged"`` or ``"exact"``.
         renew: What a hit makes worth keeping is asked for again later.
         closed: Whether the store is closed, or about to be.
+        stats: Counters to add to; new ones by default.
 
     Attributes:
+        stats: Counters of lookups and renewals. A lookup is counted when its answer is out.
         tools: Hints and breaker.
         renewer: Asks again, in a thread of its own; None where nothing is renewed.
         ended: Called with a lookup's plan and hit when the lookup is over, on the thread that made
@@ -163,6 +166,7 @@ class Lookups:
         *,
         renew: bool = False,
         closed: Callable[[], bool] = lambda: False,
+        stats: TransferStats | None = None,
     ) -> None:
         self.store = store
         self.closed = closed
@@ -177,6 +181,7 @@ class Lookups:
         self.ended: list[Callable[[LookupPlan, Hit], None]] = []
         self._spent: list[list[str]] = []
         self.record = record
+        self.stats = TransferStats() if stats is None else stats
         self.renewer = renewer_for(self) if renew else None
 
     def run(
@@ -257,6 +262,17 @@ class Lookups:
     def over(self, plan: LookupPlan) -> None:
         """Tell those who want to know that a lookup is over, and drop its keys."""
         self._spent.clear()
+        hit = plan.result
+        # Here and not in the plan: this costs the lookup nothing.
+        self.stats.add(
+            lookups=1,
+            asked_keys=hit.asked,
+            exact_keys=hit.exact_keys,
+            probes=hit.probes,
+            hit_tokens=hit.length,
+            unknown_keys=hit.unknown,
+            failed_lookups=hit.cause is not None,
+        )
         if self.renewer is not None:
             self.renewer.note(plan)
         for listener in self.ended:
@@ -287,6 +303,7 @@ def lookups_of(worker: Any) -> Lookups:
             strategy,
             renew=state(worker).get("renew", check_option(None)),
             closed=lambda: getattr(known(), "store", None) is not store,
+            stats=None if kept is None else kept.stats,
         )
         if kept is not None:
             made.ended = kept.ended

@@ -19,6 +19,7 @@ from typing import Any
 from kvmask import mooncake
 from kvmask.errors import StoreConfigWarning
 from kvmask.plans import Breaker, Scheme
+from kvmask.plans.metrics import TransferStats
 from kvmask.vllm.acting import ACTING
 from kvmask.vllm.asking import Over
 from kvmask.vllm.local import FORGET, pack
@@ -159,6 +160,7 @@ class OwnClient:
         strategy: ``"staged"`` or ``"exact"``.
         worker: What answers instead when kvmask is turned off.
         renew: What hits make worth keeping is renewed.
+        stats: Counters of its lookups.
 
     Attributes:
         lookups: What its lookups share.
@@ -173,8 +175,9 @@ class OwnClient:
         worker: OverTheWire,
         *,
         renew: bool = False,
+        stats: TransferStats | None = None,
     ) -> None:
-        self.lookups = Lookups(store, record, strategy, renew=renew)
+        self.lookups = Lookups(store, record, strategy, renew=renew, stats=stats)
         self._worker = worker
         self._groups = groups
         self._known: tuple[Rules | None, Scheme | None] = (None, None)

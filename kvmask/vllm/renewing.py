@@ -58,5 +58,6 @@ def renewer_for(lookups: Any) -> Renewer:
         there.record("renew_exists", time.perf_counter() - start, len(keys))
         return answers
 
-    tools = PlanTools(lookups.tools.policy, breaker=lookups.tools.breaker, stats=True, log=logger)
+    tools = PlanTools(lookups.tools.policy, breaker=lookups.tools.breaker, log=logger)
+    tools.stats = lookups.stats
     return Renewer(Renewals(), ask, tools, alive)

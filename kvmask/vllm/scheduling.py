@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvmask.errors import ArgumentError
-from kvmask.vllm import acting, places, renewing, shadow
+from kvmask.plans.metrics import TransferStats
+from kvmask.vllm import acting, metrics, places, renewing, shadow
 from kvmask.vllm.asking import Asking, Place
 from kvmask.vllm.local import check_option
 from kvmask.vllm.lookup import Groups, check_strategy
@@ -97,6 +98,8 @@ class SchedulerLookups:
         self._lock = threading.Lock()
         self._new_stats = connector.build_kv_connector_stats
         self._stats = self._new_stats()
+        self._counters = TransferStats()
+        self._told: dict[str, float] = {}
         self.asking = Asking(self._scheduler.client, self._choose, options.deadline)
         self._scheduler.client = self.asking
 
@@ -152,6 +155,7 @@ class SchedulerLookups:
             self._options.lookup,
             places.OverTheWire(self.asking.client),
             renew=self._options.renew,
+            stats=self._counters,
         )
         if place.scheme() is None:
             place.close()
@@ -163,12 +167,15 @@ class SchedulerLookups:
             self._stats.record_operation(operation, seconds, num_keys, **more)
 
     def take_stats(self) -> Any:
-        """Operations of the scheduler's own client since the last call, or None."""
+        """What the scheduler's own client did since the last call, or None."""
+        stats = None
         with self._lock:
-            if self._stats.is_empty():
-                return None
-            stats, self._stats = self._stats, self._new_stats()
+            if not self._stats.is_empty():
+                stats, self._stats = self._stats, self._new_stats()
+        if not fitting().has("metrics"):
             return stats
+        now = self._counters.snapshot() | {"late_lookups": self.asking.late}
+        return metrics.with_counters(stats, metrics.differences(now, self._told))
 
 
 def attach(connector: Any, vllm_config: Any, options: Options) -> SchedulerLookups | None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from kvmask.engines import Seams
 
-_STORE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store."
+_V1 = "vllm.distributed.kv_transfer.kv_connector.v1."
+_STORE = _V1 + "mooncake.store."
 _CORE = "vllm.v1.core."
 _MANAGERS = _CORE + "single_type_kv_cache_manager:"
 _COORDINATOR = _STORE + "coordinator:MooncakeStoreCoordinator."
@@ -187,6 +188,13 @@ PATHS: dict[str, str] = {
     "connector.register": _CONNECTOR + "register_kv_caches",
     "connector.reset": _CONNECTOR + "reset_cache",
     "connector.shutdown": _CONNECTOR + "shutdown",
+    # statistics
+    "connector.stats": _CONNECTOR + "get_kv_connector_stats",
+    "connector.build_stats": _CONNECTOR + "build_kv_connector_stats",
+    "connector.build_metrics": _CONNECTOR + "build_prom_metrics",
+    "metrics.stats": _STORE + "metrics:MooncakeStoreConnectorStats",
+    "metrics.prometheus": _STORE + "metrics:MooncakeStorePromMetrics",
+    "metrics.base": _V1 + "metrics:KVConnectorPromMetrics.__init__",
 }
 
 # The name that another module imported a seam by. Its module is heavy, and is only looked at when
