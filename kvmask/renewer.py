@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from kvmask._core import read_answers
@@ -18,6 +18,21 @@ from kvmask.plans.tools import PlanTools
 # Seconds between a hit and its first renewal, so that the answer is sent before; and between one
 # batch and the next, so that other threads get the interpreter.
 _PAUSE = 0.002
+
+
+class _Running:
+    """Counts the lookups that run. One serves all of them: a generator would cost each 2 us."""
+
+    __slots__ = ("_count",)
+
+    def __init__(self, count: Callable[[int], None]) -> None:
+        self._count = count
+
+    def __enter__(self) -> None:
+        self._count(1)
+
+    def __exit__(self, *error: object) -> None:
+        self._count(-1)
 
 
 class Renewer:
@@ -48,6 +63,7 @@ class Renewer:
         self._alive = alive
         self._lock = threading.Lock()
         self._lookups = 0
+        self._running = _Running(self._count)
         self._wake = threading.Event()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -55,16 +71,13 @@ class Renewer:
         self._quiet_until = 0.0
         self._noted_drops = 0
 
-    @contextlib.contextmanager
-    def lookup(self) -> Iterator[None]:
+    def lookup(self) -> AbstractContextManager[None]:
         """Wrap a lookup: no batch begins before it is over."""
+        return self._running
+
+    def _count(self, more: int) -> None:
         with self._lock:
-            self._lookups += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._lookups -= 1
+            self._lookups += more
 
     def note(self, plan: LookupPlan) -> None:
         """Take a lookup that is over, as `Renewals.note` does; not while the store is silent."""
