@@ -360,6 +360,23 @@ def test_reset_clears_what_is_remembered(own, mode):
     assert pair.hit(world.request(800, digests)) == 0
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_what_was_found_before_a_reset_is_not_told_after_it(own, mode):
+    extra, options = MODES[mode]
+    pair = own.pair({"lookup_async": True, "lookup_deadline_ms": 60_000, **extra}, **options)
+    digests = digests_of(768)
+    fill(pair.worker, 768, digests)
+    found, waits = world.request(800, digests), world.request(800, digests)
+    assert pair.hit(found) is None
+    until(lambda: pair.asking._jobs[found.request_id].finished)
+    assert pair.hit(waits) is None
+    assert pair.scheduler_side.reset_cache() is True
+    for ask in (found, waits):
+        hits = []
+        until(lambda ask=ask, hits=hits: hits.append(pair.hit(ask)) or hits[-1] is not None)
+        assert hits[-1] == 0
+
+
 def test_what_the_gpu_holds_is_not_asked(own):
     for extra, options in MODES.values():
         pair = own.pair({"local_aware": True, **extra}, **options)

@@ -269,9 +269,15 @@ class Asking:
             self._thread.drop(job)
 
     def reset(self) -> bool:
-        """Empty the store by way of the worker, and forget what is remembered of it."""
+        """Empty the store by way of the worker, and forget what is remembered of it.
 
+        Lookups that the scheduler has yet to hear of are made anew when it asks again: what they
+        found is gone.
+        """
         place, client = self.place, self.client
+        for job in self._jobs.values():
+            self._thread.drop(job)
+        self._jobs.clear()
 
         def task() -> tuple[Any, Over | None]:
             place.forget()
