@@ -1,8 +1,8 @@
 """Engines with stock, this and later kvmasks share one store: their keys never change.
 
-`tests/data/vllm_keys.json` has the keys of some prompts as vLLM 0.32 makes them by itself. A version
-that makes other keys would lose the store's content in a rolling change. That must not come about
-by accident: neither here nor, unnoticed, in vLLM.
+`tests/data/vllm_keys.json` has the keys of some prompts as vLLM 0.32 makes them by itself. A
+version that makes other keys would lose the store's content in a rolling change. That must not come
+about by accident: neither here nor, unnoticed, in vLLM.
 
 Whole engines that share a store are in scripts/vllm_modes.py.
 """
