@@ -18,6 +18,10 @@ from kvmask.plans.tools import PlanTools
 # Seconds between a hit and its first renewal, so that the answer is sent before; and between one
 # batch and the next, so that other threads get the interpreter.
 _PAUSE = 0.002
+# Seconds after which an idle thread looks whether its store is still there.
+_LOOK = 10.0
+# Seconds without renewals after the store did not answer, or no thread could be had.
+_QUIET = 10.0
 
 
 class _Running:
@@ -39,15 +43,16 @@ class Renewer:
     """A daemon thread that renews what hits make worth keeping.
 
     It begins with the first hit. It asks in batches, and asks for none while a lookup is under way.
-    When the store does not answer, it drops what it has, and takes no hits for ten seconds. In a
-    forked child it does nothing.
+    When the store does not answer, or no thread can be started, it drops what it has, and takes no
+    hits for ten seconds. In a forked child it does nothing.
 
     Args:
         renewals: What to ask for.
         ask: Makes one existence call, like ``store.batch_is_exist``.
         tools: Counters, policy, log and breaker of the engine's plans. Renewed keys are counted in
             its ``stats``. An outage that the breaker remembers is not tried out here.
-        alive: Whether the store may still be called; the thread ends when it may not.
+        alive: Whether the store may still be called; the thread ends within ten seconds when it may
+            not.
     """
 
     def __init__(
@@ -87,7 +92,13 @@ class Renewer:
         if not self.renewals.pending:
             return
         if self._thread is None:
-            self._start()
+            try:
+                self._start()
+            except RuntimeError as error:  # the lookup has its hit all the same
+                self._quiet_until = time.monotonic() + _QUIET
+                self.renewals.drop()
+                self._warn("what was to be renewed is dropped: %r", error)
+                return
         if not self._wake.is_set():
             self._wake.set()
 
@@ -115,21 +126,27 @@ class Renewer:
     def _start(self) -> None:
         with self._lock:
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(
-                    target=self._run, name="kvmask-renewals", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="kvmask-renewals", daemon=True)
+                thread.start()
+                self._thread = thread  # started: `close` may join it
+
+    def _warn(self, message: str, *values: object) -> None:
+        if self._tools.log is not None:
+            self._tools.log.warning(message, *values)
 
     def _run(self) -> None:
         while not self._closed:
-            self._wake.wait()
+            self._wake.wait(_LOOK)
             self._wake.clear()
+            if not self._alive():
+                self._closed = True
+                self.renewals.clear()
+                return
             try:
                 self._drain()
             except Exception as error:  # such as no memory: nothing that an engine should end for
                 self.renewals.drop()
-                if self._tools.log is not None:
-                    self._tools.log.warning("what was to be renewed is dropped: %r", error)
+                self._warn("what was to be renewed is dropped: %r", error)
 
     def _drain(self) -> None:
         while self.renewals.pending and not self._closed:
@@ -166,11 +183,9 @@ class Renewer:
             if tools.stats is not None:
                 tools.stats.add(renewed_keys=len(keys))
             return True
-        self._quiet_until = time.monotonic() + 10.0
+        self._quiet_until = time.monotonic() + _QUIET
         if breaker is not None:
             tools.unanswered(error, begun)
-        elif tools.log is not None:
-            tools.log.warning(
-                "the store failed to answer a renewal of %d keys: %r", len(keys), error
-            )
+        else:
+            self._warn("the store failed to answer a renewal of %d keys: %r", len(keys), error)
         return False

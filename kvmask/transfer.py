@@ -272,7 +272,7 @@ class KVTransfer:
         if os.getpid() != self._pid:
             return
         if self._renewer is not None:
-            self._renewer.close()
+            self._renewer.close(max(0.0, deadline - time.monotonic()))
         with self._lock:
             self._closed = True
             while self._running and (left := deadline - time.monotonic()) > 0:

@@ -66,3 +66,44 @@ def test_a_call_that_never_ends_is_left_alone():
 def test_what_was_closed_needs_no_wait():
     done = run("source.kv.close()")
     assert (done.returncode, done.stdout) == (0, "the end\nanswered\n"), done.stderr
+
+
+RENEWING = r"""
+import sys, threading, time
+sys.path.insert(0, {tests!r})
+import kvmask.transfer
+from fake_store import FakeStore
+from kvmask import KVTransfer
+from kvmask.plans import Renewals
+from test_renew import PROMPT, contract_of, digests, save
+
+kvmask.transfer.EXIT_SECONDS = 0.2
+store, contract, hashes = FakeStore(), contract_of(), digests("a", PROMPT)
+save(store, contract, hashes, PROMPT)
+kv = KVTransfer(store, contract, renew=Renewals(share=1.0))
+request = contract.request(hashes=hashes, num_tokens=PROMPT)
+kv.lookup(request)
+begun = threading.Event()
+
+def stuck(store, name, keys):
+    if threading.current_thread().name == "kvmask-renewals":
+        begun.set()
+        time.sleep(1000)
+
+store.hooks.append(stuck)
+kv.lookup(request)
+assert begun.wait(20)
+print("the end", flush=True)
+"""
+
+
+def test_a_renewal_that_never_ends_is_left_alone():
+    done = subprocess.run(
+        [sys.executable, "-c", RENEWING.format(tests=str(TESTS))],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        cwd=TESTS.parent,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr

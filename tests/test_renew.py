@@ -23,6 +23,7 @@ from kvmask import (
     SlidingWindow,
     VllmKeys,
 )
+from kvmask import renewer as renewer_module
 from kvmask._core import HitEnds
 from kvmask.errors import ArgumentError, StoreError
 from kvmask.plans import Breaker, Held, Renewals, drive
@@ -545,6 +546,44 @@ def test_an_error_in_the_work_is_logged_and_the_thread_goes_on(caplog):
         renewer.note(plan)
     wait_until(lambda: asked)
     renewer.close()
+
+
+def test_a_thread_that_cannot_start_costs_no_hit(monkeypatch, caplog):
+    store = FakeStore()
+    kv, request = hot(store)
+    start = threading.Thread.start
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with kv:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        length = kv.lookup(request).length
+        assert length
+        assert not kv._renewer.renewals.pending
+        kv._renewer._quiet_until = 0.0
+        monkeypatch.setattr(threading.Thread, "start", start)
+        for _ in range(2):
+            assert kv.lookup(request).length == length
+        wait_until(lambda: kv.stats.renewed_keys)
+    assert "can't start new thread" in caplog.text
+
+
+def test_the_thread_ends_when_its_store_is_gone(monkeypatch):
+    monkeypatch.setattr(renewer_module, "_LOOK", 0.01)
+    contract, store, there = contract_of(), FakeStore(), [True]
+    hashes = digests("a", PROMPT)
+    save(store, contract, hashes, PROMPT)
+    renewer = Renewer(
+        Renewals(share=1.0), lambda keys: [1] * len(keys), PlanTools(), lambda: bool(there)
+    )
+    renewer.note(look_up(store, contract, hashes, PROMPT))
+    thread = renewer._thread
+    wait_until(lambda: not renewer.renewals.pending)
+    assert thread.is_alive()
+    there.clear()
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_a_forked_child_renews_nothing():
