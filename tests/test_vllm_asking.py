@@ -1,7 +1,9 @@
 """The scheduler's side of a lookup: its deadline, late answers, requests that are gone."""
 
+import gc
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -51,6 +53,13 @@ def place():
     made = Place()
     yield made
     made.gate.set()
+
+
+class Forgetful(list):
+    """Keeps nothing."""
+
+    def append(self, item):
+        pass
 
 
 def asking(place, deadline=30.0):
@@ -191,6 +200,65 @@ def test_close_leaves_what_a_running_lookup_uses(place):
     place.gate.set()
     asks._thread._thread.join(60)
     assert not asks._thread._thread.is_alive()
+    assert place.closed
+
+
+def test_close_chooses_nothing(place):
+    chosen = []
+    closed = []
+    client = SimpleNamespace(close=lambda: closed.append(True))
+    asks = Asking(client, lambda: chosen.append(place) or place, 1.0)
+    asks.close()
+    assert (chosen, closed, place.closed) == ([], [True], False)
+
+
+def test_close_closes_nothing_under_a_lookup_that_is_about_to_begin(place):
+    """The thread has taken the job and is held up before it runs."""
+    asks = asking(place)
+    place.gate.clear()
+    taken, go = threading.Event(), threading.Event()
+    begun = []
+
+    class Queue(type(asks._thread._jobs)):
+        def popleft(self):
+            taken.set()
+            assert go.wait(60)
+            return super().popleft()
+
+    asks._thread._jobs = Queue()
+    ask = place.ask
+    place.ask = lambda *args: begun.append(place.closed) or ask(*args)
+    assert asks.lookup("a", 16, [b"a"], non_block=True) is None
+    assert taken.wait(60)
+    closer = threading.Thread(target=asks.close)
+    closer.start()
+    closer.join(0.2)
+    go.set()
+    closer.join(60)
+    place.gate.set()
+    asks._thread._thread.join(60)
+    assert begun == [False]
+    assert place.closed
+
+
+def test_a_lookup_that_fails_leaves_no_cycle_that_holds_digests(place):
+    class Digests(list):
+        pass
+
+    asks, digests = asking(place), Digests([b"a"])
+    place.asked = Forgetful()
+    place.error = RuntimeError("gone")
+    known = weakref.ref(digests)
+    gc.collect()
+    gc.disable()
+    try:
+        assert asks.lookup("a", 16, digests).hit_length == 0
+        until(lambda: asks._thread.running is None)
+        place.error = None
+        del digests
+        assert known() is None
+    finally:
+        gc.enable()
 
 
 class Wire:

@@ -59,14 +59,14 @@ class Place(Protocol):
 class _Job:
     """Something for the thread to do, whose result another thread waits for."""
 
-    __slots__ = ("_done", "_error", "_result", "_task", "began", "finished", "local_tokens")
+    __slots__ = ("_done", "_result", "_task", "began", "error", "finished", "local_tokens")
 
     def __init__(self, task: Callable[[], tuple[Any, Over | None]], local_tokens: int = 0) -> None:
         self._task = task
         self._done = threading.Lock()
         self._done.acquire()
         self._result: Any = None
-        self._error: Exception | None = None
+        self.error: Exception | None = None
         self.local_tokens = local_tokens
         self.began: float | None = None
         self.finished = False
@@ -77,7 +77,8 @@ class _Job:
         try:
             self._result, over = task()
         except Exception as e:
-            self._error = e
+            # Its traceback holds this frame, and through it this job: a cycle with the digests.
+            self.error = e.with_traceback(None)
         del task
         self.finished = True
         self._done.release()
@@ -95,8 +96,8 @@ class _Job:
 
     def result(self) -> Any:
         """What came of it; raises what the task raised."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self._result
 
 
@@ -107,7 +108,9 @@ class _Thread:
         self._jobs: deque[_Job] = deque()
         self._work = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()  # of what follows
         self._stopped = False
+        self._last: Callable[[], None] | None = None
         self.running: _Job | None = None
 
     def put(self, job: _Job) -> None:
@@ -124,25 +127,42 @@ class _Thread:
         except ValueError:
             return  # it has begun
 
-    def stop(self) -> None:
-        """End the thread after what it does now."""
-        self._stopped = True
+    def stop(self, last: Callable[[], None]) -> None:
+        """End the thread after what it does now.
+
+        Args:
+            last: Is called when no job runs any more: here, or by the thread at its end.
+        """
+        with self._lock:
+            self._stopped = True
+            busy = self.running is not None
+            if busy:
+                self._last = last
         self._work.release()
+        if not busy:
+            last()
 
     def _loop(self) -> None:
         while True:
             self._work.acquire()
-            if self._stopped:
-                return
-            try:
-                job = self._jobs.popleft()
-            except IndexError:  # it was dropped
-                continue
-            job.began = time.monotonic()
-            self.running = job
+            with self._lock:
+                if self._stopped:
+                    break
+                try:
+                    job = self._jobs.popleft()
+                except IndexError:  # it was dropped
+                    continue
+                job.began = time.monotonic()
+                self.running = job
             job.run()
-            self.running = None
+            with self._lock:
+                self.running = None
             del job  # the thread may wait long for the next one
+        if self._last is not None:
+            try:
+                self._last()
+            except Exception as e:
+                logger.warning("The end of the lookups failed: %s", e)
 
 
 class Asking:
@@ -217,13 +237,12 @@ class Asking:
         del self._jobs[req_id]
         if not job.finished:
             return self._miss(req_id)
-        try:
-            result = job.result()
-        except Exception as e:
-            logger.error("The lookup of request %s failed: %s", req_id, e)
+        if job.error is not None:
+            logger.error("The lookup of request %s failed: %s", req_id, job.error)
             return _nothing()
-        # A hit that rests on more tokens of the engine than it has now is none.
-        return _nothing() if self._local_tokens < job.local_tokens else result
+        if self._local_tokens < job.local_tokens:
+            return _nothing()  # the engine has let go of blocks that the hit rests on
+        return job.result()
 
     def _patience(self) -> float:
         """Seconds to wait for an answer."""
@@ -289,11 +308,15 @@ class Asking:
         return bool(job.result())
 
     def close(self) -> None:
-        """As vLLM's client. A lookup that is still running keeps what it needs, to the end."""
-        self._thread.stop()
-        if self._thread.running is None:
-            self.place.close()
-            self.client.close()
+        """As vLLM's client. What a running lookup needs is closed at the end of that lookup."""
+        place, client = self._place, self.client
+
+        def last() -> None:
+            if place is not None:
+                place.close()
+            client.close()
+
+        self._thread.stop(last)
 
 
 def _nothing() -> Any:
