@@ -1,6 +1,7 @@
 """Renewals, shadow mode and the switch, with vLLM's real classes and a real master."""
 
 import logging
+import threading
 
 import pytest
 
@@ -153,6 +154,44 @@ def test_masks_are_compared_too(own, said, monkeypatch):  # noqa: F811
     until(lambda: watcher.compared)
     assert watcher.differing == 1
     assert len(said("load_mask of 768 tokens")) == 1
+
+
+def refuse(*args):
+    raise RuntimeError("can't start new thread")
+
+
+def test_shadow_mode_never_changes_what_stock_answers(own, said, monkeypatch):  # noqa: F811
+    pair = own.pair({"shadow": 1})
+    digests = digests_of(TOKENS)
+    fill(pair.worker, TOKENS, digests)
+    with monkeypatch.context() as patch:
+        patch.setattr(shadow.threading.Thread, "start", refuse)
+        assert shadow.lookup(pair.worker, TOKENS + 1, digests).hit_length == TOKENS
+    assert state(pair.worker)["shadow"].left_out == 1
+    assert hit(pair, digests) == TOKENS
+    until(lambda: state(pair.worker)["shadow"].compared == 1)
+
+
+def test_a_comparison_that_is_stuck_holds_up_no_shutdown(monkeypatch):
+    monkeypatch.setattr(shadow, "CLOSE_SECONDS", 0.05)
+    begun, gate = threading.Event(), threading.Event()
+    watcher = shadow.Shadow(None, 1, "staged")
+    monkeypatch.setattr(watcher, "_compare", lambda *job: begun.set() or gate.wait(20))
+    watcher.take(16, [b"a"], None)
+    assert begun.wait(20)
+    watcher.close()
+    assert watcher._thread.is_alive()
+    gate.set()
+    watcher._thread.join(20)
+    assert not watcher._thread.is_alive()
+
+
+def test_what_follows_a_lookup_does_not_end_the_thread_that_serves_lookups(own):  # noqa: F811
+    pair = own.pair({"lookup_in": "worker"})
+    digests = digests_of(TOKENS)
+    fill(pair.worker, TOKENS, digests)
+    lookups_of(pair.worker).ended.append(refuse)
+    assert lookup.lookup(pair.worker, TOKENS + 1, digests).hit_length == TOKENS
 
 
 @pytest.mark.parametrize("value", [-1, True, 1.5, "2"])

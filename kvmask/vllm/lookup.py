@@ -389,7 +389,10 @@ def lookup(self: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
         return current().lookup_result(0, ())
     result, plan = answer(self, *unpack(num_tokens), block_hashes)
     if plan is not None:
-        lookups_of(self).over(plan)
+        try:
+            lookups_of(self).over(plan)
+        except Exception as e:  # the thread that serves lookups must not end
+            logger.exception("What follows a lookup failed: %s", e)
     return result
 
 

@@ -24,7 +24,7 @@ from kvmask.plans import LookupPlan, PlanTools, drive
 from kvmask.vllm import coordinator
 from kvmask.vllm.acting import ACTING
 from kvmask.vllm.binding import adopt, derived, state
-from kvmask.vllm.lookup import result_of, scheme_of_worker
+from kvmask.vllm.lookup import CLOSE_SECONDS, result_of, scheme_of_worker
 from kvmask.vllm.releases import StockCoordinator, StockWorker, current, logger
 from kvmask.vllm.rules import digests_of, is_plain
 from kvmask.vllm.seams import stock
@@ -76,14 +76,23 @@ class Shadow:
         self._seen += 1
         if self._seen % self._every or self._closed:
             return
-        if len(self._jobs) >= PENDING:
+        if len(self._jobs) >= PENDING or not self._started():
             self.left_out += 1
             return
         self._jobs.append((num_tokens, block_hashes, answer))
         self._work.release()
+
+    def _started(self) -> bool:
+        """Start the thread, unless it runs; False where none can be had."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="kvmask-shadow", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._loop, name="kvmask-shadow", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as e:  # vLLM has its answer all the same
+                logger.warning("A lookup is not compared: %s", e)
+                return False
+            self._thread = thread
+        return True
 
     @property
     def busy(self) -> bool:
@@ -91,11 +100,12 @@ class Shadow:
         return bool(self._jobs)
 
     def close(self) -> None:
-        """End the thread, and wait for what it does; before the store is closed."""
+        """End the thread, and wait for what it does, though no longer than vLLM waits for its
+        own threads; before the store is closed."""
         self._closed = True
         self._work.release()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(CLOSE_SECONDS)
 
     def _loop(self) -> None:
         while True:
