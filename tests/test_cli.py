@@ -154,7 +154,7 @@ def test_doctor_fails_on_a_wrong_configuration(tmp_path, capsys):
     assert main(["doctor", "--config", str(tmp_path / "absent.json")]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line[:4] for line in lines][:2] == ["ok  ", "ok  "]
-    assert lines[-3].startswith("FAIL config     `source` must be a readable JSON file")
+    assert lines[-3].startswith("FAIL config     the settings must be a readable JSON file")
     assert lines[-2] == "FAIL pool       the configuration is wrong, see above"
     assert lines[-1] == "FAIL round trip the configuration is wrong, see above"
 

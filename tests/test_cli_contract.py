@@ -228,6 +228,23 @@ def test_wrong_usage(words):
     ("text", "message"),
     [("", "a contract must be JSON"), ("[]", "a contract must be an object"), ("{}", "`kvmask_")],
 )
+def test_errors_say_which_of_two_files_is_wrong(write, tmp_path, capsys, text, message):
+    good, bad = write("good.json", contract_of()), tmp_path / "bad.json"
+    bad.write_text(text)
+    for words in (
+        ["contract", "diff", good, str(bad)],
+        ["contract", "diff", str(bad), good],
+        ["contract", "show", str(bad)],
+        ["why", "--contract", str(bad), "--tokens", "1", "--master", "h:1"],
+    ):
+        assert main(words) in (1, 2)
+        assert f"kvmask: {bad}: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "a contract must be JSON"), ("[]", "a contract must be an object"), ("{}", "`kvmask_")],
+)
 def test_files_that_are_no_contracts(tmp_path, capsys, text, message):
     path = tmp_path / "c.json"
     path.write_text(text)

@@ -99,7 +99,7 @@ def test_warnings_are_shown_once(tokens, capsys):
     [
         ([], "needs keys to take apart, or `--tokens`"),
         (["foo"], "no key of vllm, ascend"),
-        (["--tokens", "/nowhere/x", "--model", "m"], "readable file, got '/nowhere/x'"),
+        (["--tokens", "/nowhere/x", "--model", "m"], "1,2,3, got '/nowhere/x': No such"),
         (["--tokens", "TOKENS"], "`--model` must be given"),
         (["--tokens", "TOKENS", "--model", "m", "--set", "x=1"], "`--set` must be NAME=VALUE"),
         (["--tokens", "TOKENS", "--model", "m", "--set", "tp_rank=a"], "must be an integer"),
@@ -126,6 +126,18 @@ def test_warnings_are_shown_once(tokens, capsys):
 def test_errors(args, message, tokens, capsys):
     assert main(["key", *(tokens if word == "TOKENS" else word for word in args)]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_tokens_may_be_a_list(tmp_path, capsys):
+    path = tmp_path / "tokens"
+    path.write_text("[1, 2, 3, 4]")
+    seen = []
+    for ids in (str(path), "1,2,3,4", " 1, 2,3,4, "):
+        words = ["key", "--model", "m", "--seed", "0", "--block-size", "2", "--tokens", ids]
+        assert main(words) == 0
+        seen.append(capsys.readouterr().out)
+    assert seen[0] == seen[1] == seen[2]
+    assert len(seen[0].splitlines()) == 2
 
 
 def test_words_that_are_no_numbers(tmp_path, capsys):

@@ -282,7 +282,8 @@ def test_colours_and_the_width_of_a_terminal(files, asked, monkeypatch, capsys):
         ([], "exactly one of `--tokens`, `--text` and `--text-file` must be given, got none"),
         (["--text", "a"], "`--tokenizer` must name a tokenizer.json for `--text`, got none"),
         (["--tokens", "1", "--tokenizer", "t"], "`--tokenizer` is for text, got it beside"),
-        (["--tokens", "nowhere.json"], "`--tokens` must name a readable file, got 'nowhere.json'"),
+        (["--tokens", "nowhere.json"], "1,2,3, got 'nowhere.json': No such file"),
+        (["--tokens", "1,,2"], "must name a readable file, or be a list such as 1,2,3, got '1,,2'"),
         (["--text-file", "nowhere", "--tokenizer", "."], "`--text-file` must name a readable file"),
         (["--text", "a", "--tokenizer", "nowhere"], "`--tokenizer` must be a tokenizer.json or a"),
         (["--tokens", "1", "--try", "colour=red"], "`--try` must be NAME=VALUE with a name out"),
@@ -404,6 +405,19 @@ def test_text_with_a_tokenizer(tmp_path, asked, capsys):
         prompt.tokenize("a", str(path))
 
 
+def test_a_list_may_be_longer_than_a_name_of_a_file(asked, capsys):
+    ids = ",".join(map(str, range(20_000)))
+    words = ["why", "--full", "16", "--model", "m", "--seed", "s", "--master", "h:1"]
+    assert main([*words, "--tokens", ids]) == 0
+    assert "No hit for 20000 tokens" in capsys.readouterr().out
+    assert main([*words, "--tokens", f"{ids}x"]) == 1
+    assert "0,1,2" in (err := capsys.readouterr().err)
+    assert len(err) < 300
+    assert main([*words, "--tokens", "9" * 5000]) == 1
+    assert "`--tokens` must hold integers, got '999" in (err := capsys.readouterr().err)
+    assert len(err) < 300
+
+
 def test_the_command_as_users_run_it(files):
     env = dict(ENV)
     env.pop("MOONCAKE_CONFIG_PATH", None)
@@ -417,6 +431,6 @@ def test_the_command_as_users_run_it(files):
     )
     assert done.returncode == 1
     assert done.stderr == (
-        f"kvmask: `source` must be given when ${mooncake.CONFIG_ENV} and $MOONCAKE_MASTER are not "
-        "set, got None\n"
+        f"kvmask: `--config` or `--master` must be given when ${mooncake.CONFIG_ENV} and "
+        "$MOONCAKE_MASTER are not set, got neither\n"
     )

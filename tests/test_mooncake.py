@@ -144,7 +144,7 @@ def test_wrong_sources(tmp_path, monkeypatch):
         mooncake.connect()
     with pytest.raises(ArgumentError, match=r"`source` must be a LocalMaster.* got int"):
         mooncake.connect(5)
-    with pytest.raises(ArgumentError, match="`source` must be a readable JSON file"):
+    with pytest.raises(ArgumentError, match="the settings must be a readable JSON file"):
         mooncake.connect(tmp_path / "absent.json")
     for text, message in (("{", "readable JSON"), ("[1]", "one JSON object, got list")):
         path = tmp_path / "wrong.json"

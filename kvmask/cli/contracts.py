@@ -13,6 +13,7 @@ from typing import Any
 from kvmask.cli.commands import add_command
 from kvmask.cli.explain import describe
 from kvmask.cli.key import printed
+from kvmask.cli.options import read_contract
 from kvmask.cli.terminal import Paint
 from kvmask.contract import Contract
 from kvmask.contract.file import read_text
@@ -73,7 +74,7 @@ def show_lines(contract: Contract, with_seed: bool) -> Iterator[tuple[str, str]]
 
 def run_show(args: argparse.Namespace) -> int:
     """Run `kvmask contract show`."""
-    contract = Contract.read(args.file, seed=args.seed)
+    contract = read_contract(args.file, args.seed)
     if args.json:
         sys.stdout.write(contract.to_json(with_seed=args.show_seed))
         return 0
@@ -145,7 +146,7 @@ def share_keys(left: Contract, right: Contract) -> bool:
 def run_diff(args: argparse.Namespace) -> int:
     """Run `kvmask contract diff`."""
     try:
-        left, right = (Contract.read(path) for path in args.files)
+        left, right = (read_contract(path) for path in args.files)
         found = left.differences(right)
     except (KVMaskError, TypeError, OSError) as error:
         print(f"kvmask: {error}", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import re
 import sys
 import typing
@@ -47,15 +48,30 @@ SHORT = {
 }
 
 
+_LIST = re.compile(r"\s*\d+(?:\s*,\s*\d+)*\s*,?\s*", re.ASCII)
+
+
 def read_tokens(path: str) -> list[int]:
-    """Read token ids: a JSON list, or numbers separated by commas or white space. "-" is stdin."""
+    """Read token ids: a JSON list, or numbers separated by commas or white space.
+
+    Args:
+        path: A file, "-" for stdin, or the numbers themselves, as 1,2,3.
+
+    Raises:
+        ArgumentError: It cannot be read, or holds something else than integers.
+    """
+    # `Path.exists` raises where a list is longer than a name of a file may be.
+    if _LIST.fullmatch(path) and not os.path.exists(path):
+        words = [word.strip() for word in path.split(",")]
+        return [token_id(word, i) for i, word in enumerate(words) if word]
     if path == "-" and sys.stdin is None:
         raise ArgumentError("`--tokens` must be readable, got - and a closed standard input")
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(
-            f"`--tokens` must name a readable file, got {path!r}: {error}"
+            "`--tokens` must name a readable file, or be a list such as 1,2,3, "
+            f"got {shorten(path)}: {getattr(error, 'strerror', None) or error}"
         ) from None
     values: Any
     if text.lstrip()[:1] in ("[", "{", '"'):
@@ -77,9 +93,13 @@ def token_id(value: object, i: int) -> int:
         return value
     if isinstance(value, str) and re.fullmatch(r"-?\d{1,30}", value, re.ASCII):
         return int(value)
+    raise ArgumentError(f"`--tokens` must hold integers, got {shorten(value)} at index {i}")
+
+
+def shorten(value: object) -> str:
+    """A value as a message quotes it."""
     shown = repr(value)
-    shown = shown if len(shown) <= 40 else f"{shown[:40]}..."
-    raise ArgumentError(f"`--tokens` must hold integers, got {shown} at index {i}")
+    return shown if len(shown) <= 200 else f"{shown[:40]}..."
 
 
 def schema_fields(engine: str) -> dict[str, Any]:
@@ -289,7 +309,7 @@ def add_key_command(commands: Any) -> argparse.ArgumentParser:
         commands,
         "key",
         "make an engine's keys from token ids, or take keys apart",
-        "Without KEY, print the keys of the tokens in a file, one per block, after the first token "
+        "Without KEY, print the keys of token ids, one per block, after the first token "
         "and the one past the last. With KEY, print what it is made of, in every engine's reading "
         "unless --engine is given.",
         "kvmask key --engine vllm DeepSeek-V4@tp_rank:1@pcp0@dcp0@pp_rank:0@group:2@00ff\n"
@@ -305,7 +325,11 @@ def add_key_command(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--set", action="append", metavar="NAME=VALUE", help="any other part of the key"
     )
-    parser.add_argument("--tokens", metavar="FILE", help="token ids, JSON or plain; - is stdin")
+    parser.add_argument(
+        "--tokens",
+        metavar="IDS",
+        help="token ids: a file (JSON or plain), - for stdin, or a list such as 1,2,3",
+    )
     parser.add_argument("--block-size", type=positive, metavar="TOKENS", help="tokens per key")
     parser.add_argument(
         "--hash-block",

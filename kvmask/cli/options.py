@@ -11,7 +11,7 @@ from typing import Any
 from kvmask.cli.key import ENGINES, make_schema
 from kvmask.cli.numbers import natural, number, positive
 from kvmask.contract import Contract
-from kvmask.errors import ArgumentError
+from kvmask.errors import ArgumentError, KVMaskError
 from kvmask.groups import ChunkedLocal, FullAttention, Group, Mamba, SlidingWindow
 from kvmask.hashing.settings import Hashing
 from kvmask.ranks import RankGrid
@@ -147,6 +147,14 @@ _OF_A_CONTRACT: dict[str, Any] = {
 }
 
 
+def read_contract(path: str, seed: str | None = None) -> Contract:
+    """The contract of a file. Of several files an error says which one is wrong."""
+    try:
+        return Contract.read(path, seed=seed)
+    except (KVMaskError, TypeError) as error:
+        raise ArgumentError(f"{path}: {error}") from error
+
+
 def contract_of(args: argparse.Namespace) -> Contract:
     """The contract of a file, or the one that the options describe."""
     said = [name for name, default in _OF_A_CONTRACT.items() if getattr(args, name) != default]
@@ -156,7 +164,7 @@ def contract_of(args: argparse.Namespace) -> Contract:
             raise ArgumentError(
                 f"`--contract` says all that the others say, got {shown.replace('_', '-')} too"
             )
-        return Contract.read(args.contract, seed=args.seed)
+        return read_contract(args.contract, args.seed)
     if not args.groups:
         options = ", ".join(f"--{option}" for option in GROUPS)
         raise ArgumentError(f"`--contract` or at least one of {options} must be given, got none")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from kvmask.cli.key import read_tokens
 from kvmask.errors import ArgumentError, MissingDependencyError
-
-_LIST = re.compile(r"\d+(?:\s*,\s*\d+)*\s*,?")
 
 
 def add_prompt_options(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +48,6 @@ def prompt_tokens(args: argparse.Namespace) -> list[int]:
     if args.tokens is not None:
         if args.tokenizer is not None:
             raise ArgumentError("`--tokenizer` is for text, got it beside `--tokens`")
-        if _LIST.fullmatch(args.tokens.strip()) and not Path(args.tokens).exists():
-            return [int(word) for word in args.tokens.split(",") if word.strip()]
         return read_tokens(args.tokens)
     if args.tokenizer is None:
         raise ArgumentError(

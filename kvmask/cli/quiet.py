@@ -64,6 +64,12 @@ def connect_to_ask(
             {"master_server_address": master, "protocol": "rpc_only"}
         )
     else:
+        named = (mooncake.CONFIG_ENV, mooncake.MASTER_ENV)
+        if config is None and not any(map(os.environ.get, named)):
+            raise ArgumentError(
+                f"`--config` or `--master` must be given when ${named[0]} and ${named[1]} "
+                "are not set, got neither"
+            )
         with warnings.catch_warnings():
             # They are about the memory and the transport of an engine's client.
             warnings.simplefilter("ignore", StoreConfigWarning)

@@ -292,11 +292,11 @@ class StoreConfig:
             values = json.loads(Path(path).read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
             raise ArgumentError(
-                f"`source` must be a readable JSON file, got {os.fspath(path)!r}: {error}"
+                f"the settings must be a readable JSON file, got {os.fspath(path)!r}: {error}"
             ) from error
         if not isinstance(values, dict):
             raise ArgumentError(
-                f"`source` must hold one JSON object, got {type(values).__name__} "
+                f"the settings must hold one JSON object, got {type(values).__name__} "
                 f"in {os.fspath(path)!r}"
             )
         if values.pop("local_hostname", None):
