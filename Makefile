@@ -114,6 +114,7 @@ test-vllm: setup-vllm ## the tests that compare with the real vLLM, in an enviro
 	.venv-vllm/bin/python -m pytest -m vllm $(ARGS)
 	for version in $(VLLM_SUITES); do .venv-vllm/bin/python scripts/vllm_suite.py $$version; done
 	for model in $(VLLM_MODELS); do .venv-vllm/bin/python scripts/vllm_engine.py $$model; done
+	.venv-vllm/bin/python scripts/vllm_modes.py
 
 .PHONY: test-ascend
 test-ascend: setup-vllm ## compare with the real vllm-ascend's AscendStore, without an NPU
