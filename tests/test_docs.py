@@ -2,6 +2,7 @@
 
 import enum
 import importlib.util
+import inspect
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import kvmask
 from kvmask import errors, mooncake
 from kvmask.cli import main
 from kvmask.errors import KVMaskError
@@ -223,6 +225,12 @@ def test_pages_table():
 
 def test_counters_table():
     assert {row[0] for row in table(read("docs/lookup.md"), "counter")} == set(COUNTERS)
+
+
+def test_options_of_a_transfer_table():
+    rows = {row[0] for row in table(read("docs/transfer.md"), "option")}
+    known = inspect.signature(kvmask.KVTransfer).parameters.values()
+    assert rows == {option.name for option in known if option.kind is option.KEYWORD_ONLY}
 
 
 def test_codes_table():
