@@ -185,6 +185,22 @@ def test_configs_that_lack_something(tmp_path, capsys, change, message):
 
 
 @pytest.mark.parametrize(
+    ("dtype", "note"),
+    [
+        ({}, "2 bytes per number: no dtype is named"),
+        ({"torch_dtype": "float3"}, "the dtype 'float3' is not known, see --kv-bytes"),
+        ({"torch_dtype": "float3", "dtype": "float32"}, "float32, so 4 bytes per number"),
+    ],
+)
+def test_a_dtype_that_is_not_known_is_said_so(tmp_path, capsys, dtype, note):
+    base = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(base | dtype))
+    assert main(["explain", "--config", str(path), "--tokens", "64"]) == 0
+    assert note in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [("", "must be a readable config.json"), ("[1]", "must hold one JSON object, got list")],
 )

@@ -140,6 +140,13 @@ def test_tokens_may_be_a_list(tmp_path, capsys):
     assert len(seen[0].splitlines()) == 2
 
 
+def test_a_prompt_without_a_whole_block_has_no_key_and_says_so(capsys):
+    words = ["key", "--model", "m", "--seed", "0", "--block-size", "16", "--tokens", "1,2,3"]
+    assert main([*words, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert (out, err) == ("[]\n", "kvmask: no key: 3 tokens fill no block of 16\n")
+
+
 def test_words_that_are_no_numbers(tmp_path, capsys):
     path = tmp_path / "tokens"
     path.write_text("[1, 2, x]")

@@ -283,6 +283,7 @@ def test_colours_and_the_width_of_a_terminal(files, asked, monkeypatch, capsys):
         (["--text", "a"], "`--tokenizer` must name a tokenizer.json for `--text`, got none"),
         (["--tokens", "1", "--tokenizer", "t"], "`--tokenizer` is for text, got it beside"),
         (["--tokens", "nowhere.json"], "1,2,3, got 'nowhere.json': No such file"),
+        (["--tokens", os.devnull], "the prompt must have at least one token, got none"),
         (["--tokens", "1,,2"], "must name a readable file, or be a list such as 1,2,3, got '1,,2'"),
         (["--text-file", "nowhere", "--tokenizer", "."], "`--text-file` must name a readable file"),
         (["--text", "a", "--tokenizer", "nowhere"], "`--tokenizer` must be a tokenizer.json or a"),

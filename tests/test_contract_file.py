@@ -415,3 +415,10 @@ def test_any_edit_is_refused_or_harmless(path, value):
         return
     assert found.fingerprint == rich().fingerprint
     assert Contract.from_json(found.to_json()) == found
+
+
+def test_a_file_that_cannot_be_written_is_named_itself(tmp_path):
+    path = tmp_path / "nowhere" / "contract.json"
+    with pytest.raises(FileNotFoundError) as caught:
+        plain().write(path)
+    assert caught.value.filename == str(path)

@@ -285,6 +285,8 @@ def _run(args: argparse.Namespace) -> int:
     hashes, size, scale = make_hashes(args, tokens)
     keys = schema.keys(hashes, scale=scale)
     step = size * scale
+    if not keys:
+        print(f"kvmask: no key: {len(tokens)} tokens fill no block of {step}", file=sys.stderr)
     if args.json:
         rows = [{"start": i * step, "stop": (i + 1) * step, "key": k} for i, k in enumerate(keys)]
         print(json.dumps(rows))

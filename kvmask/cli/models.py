@@ -243,12 +243,15 @@ def _llama4(config: _Config, layers: int) -> list[str]:
 
 
 def _dtype_bytes(config: _Config, outer: _Config, notes: list[str]) -> int:
+    unknown = None
     for part in (config, outer):
         for name in ("torch_dtype", "dtype"):
             if part.text(name) in DTYPES:
                 notes.append(f"{part.text(name)}, so {DTYPES[part.text(name)]} bytes per number")
                 return DTYPES[part.text(name)]
-    notes.append("2 bytes per number: the config names no dtype")
+            unknown = unknown or part.text(name)
+    why = f"the dtype {unknown!r} is not known, see --kv-bytes" if unknown else "no dtype is named"
+    notes.append(f"2 bytes per number: {why}")
     return 2
 
 

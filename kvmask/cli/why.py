@@ -158,6 +158,8 @@ def run_why(args: argparse.Namespace) -> int:
     tries = tries_of(getattr(args, "try"))
     contract = contract_of(args)
     tokens = prompt_tokens(args)
+    if not tokens:
+        raise ArgumentError("the prompt must have at least one token, got none")
     extra = extra_keys_of(args, contract)
     request = contract.request(tokens, extra_keys=extra)
     store = connect_to_ask(args.config, args.master, args.timeout)

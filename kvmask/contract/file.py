@@ -427,7 +427,11 @@ def write_text(path: str | os.PathLike[str], text: str, *, private: bool) -> Non
     temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}")
     # The system takes the umask off. Asking for it would change it for all threads.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
-    handle = os.open(temporary, flags, 0o600 if private else 0o666)
+    try:
+        handle = os.open(temporary, flags, 0o600 if private else 0o666)
+    except OSError as error:
+        # Nobody but this function knows the temporary name.
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
