@@ -5,6 +5,7 @@ cimport cython
 from cpython.buffer cimport (
     PyBUF_FORMAT,
     PyBUF_ND,
+    PyBUF_READ,
     PyBUF_RECORDS_RO,
     PyBUF_SIMPLE,
     PyBUF_STRIDES,
@@ -21,6 +22,7 @@ from cpython.bytes cimport (
 )
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE, PyList_New, PyList_SET_ITEM
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
+from cpython.memoryview cimport PyMemoryView_FromMemory
 from cpython.object cimport Py_EQ, Py_NE
 from cpython.ref cimport Py_INCREF
 from cpython.set cimport PySet_Contains

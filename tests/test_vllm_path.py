@@ -431,8 +431,11 @@ def test_no_digests_are_kept(own):
 
 def test_the_one_line_turns_on_the_hasher_for_its_engine(shared, monkeypatch):
     core = importlib.import_module("vllm.v1.engine.core")
-    stock = core.get_request_block_hasher
+    stock = importlib.import_module("vllm.v1.core.kv_cache_utils").get_request_block_hasher
     caches = world.cache_config(GROUPS)
+    # An engine that makes no hasher leaves nothing to one that is to have vLLM's.
+    idle = world.Pair(world.vllm_config(GROUPS, UNIT), caches)
+    assert core.get_request_block_hasher is not stock
     off = world.Pair(world.vllm_config(GROUPS, UNIT, {"hasher": False}), caches)
     assert core.get_request_block_hasher is stock
     pair = world.Pair(world.vllm_config(GROUPS, UNIT), caches)
@@ -441,8 +444,8 @@ def test_the_one_line_turns_on_the_hasher_for_its_engine(shared, monkeypatch):
     assert made.__module__ == hashing.__name__
     assert core.get_request_block_hasher is stock  # the next engine of the process has its own
     assert "engine.block_hasher" not in seams.placed()
-    off.close()
-    pair.close()
+    for made_pair in (idle, off, pair):
+        made_pair.close()
 
 
 def test_a_client_of_somebody_elses_is_left_alone(shared):

@@ -1,9 +1,5 @@
 # Memory by address: copies between the pieces of blocks and one place per block, and views of it.
 # An address says nothing of what lies there. Callers keep what they name alive.
-from cpython.memoryview cimport PyMemoryView_FromMemory
-
-cdef extern from "Python.h":
-    int PyBUF_READ
 
 cdef struct km_copy:
     char *piece

@@ -201,8 +201,11 @@ class KVMaskStoreConnector(StockConnector):  # type: ignore[misc]
             self._kvmask_lookups = scheduling.attach(self, vllm_config, chosen)
         if chosen.local_aware and not placed.has("local"):
             logger.error("`local_aware` stays off: vLLM %s cannot have it", current().name)
-        if scheduler is not None and chosen.hasher and placed.has("hasher"):
-            hashing.place_for_next_engine()
+        if scheduler is not None and placed.has("hasher"):
+            if chosen.hasher:
+                hashing.place_for_next_engine()
+            else:
+                hashing.withdraw()
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int

@@ -139,6 +139,13 @@ def place_for_next_engine() -> None:
         logger.warning("The block hasher stays vLLM's: %s", e)
 
 
+def withdraw() -> None:
+    """Take back what was placed for an engine that then made no hasher."""
+    engine = sys.modules.get(_ENGINE)
+    if getattr(engine, "get_request_block_hasher", None) is _for_this_engine:
+        seams.restore([_SEAM])
+
+
 def _for_this_engine(*args: Any, **kwargs: Any) -> Hasher:
     seams.restore([_SEAM])
     return request_block_hasher(*args, **kwargs)
