@@ -75,7 +75,7 @@ def test_lookup(seed: int, strategy: str) -> None:
             except AssertionError:
                 results[side] = None
             records[side] = store.calls, list(worker.record)
-        if lookup.scheme_of_worker(worker) is None:  # it is stock's own: some cases of releases to 0.31
+        if lookup.scheme_of_worker(worker) is None:  # stock's own, on releases to 0.31
             assert not (current().eagle_peeks and current().partial_windows), case
             assert results["kvmask"] == results["stock"], case
             continue
