@@ -246,3 +246,17 @@ def test_an_internal_error_of_the_hasher_puts_stocks_back(said, monkeypatch):
     assert ACTING.failed
     assert made(request) == ["own"]
     assert len(said("kvmask failed in engine.block_hasher")) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "on"),
+    [("1", True), ("", True), ("on", True), ("0", False), ("false", False), (" Off ", False)],
+)
+def test_the_variable_is_read_as_the_other_switches_are(monkeypatch, value, on):
+    monkeypatch.setenv("KVMASK_RENEW", value)
+    assert renewing.check_option(None) is on
+    monkeypatch.setenv("KVMASK_RENEW", "maybe")
+    said = []
+    monkeypatch.setattr(renewing.logger, "error", lambda text, *more: said.append(text % more))
+    assert renewing.check_option(None) is True
+    assert said == ["`KVMASK_RENEW` must be 1 or 0, got 'maybe': lookups are renewed"]

@@ -13,6 +13,7 @@ from typing import Any
 from kvmask.errors import ArgumentError
 from kvmask.plans import PlanTools, Renewals
 from kvmask.renewer import Renewer
+from kvmask.switch import is_on
 from kvmask.vllm.releases import logger
 
 # Turns renewals off where no option of a connector says anything.
@@ -22,7 +23,11 @@ VARIABLE = "KVMASK_RENEW"
 def check_option(value: Any) -> bool:
     """Refuse what is no switch; None leaves it to the environment."""
     if value is None:
-        return os.environ.get(VARIABLE, "1") != "0"
+        given = os.environ.get(VARIABLE, "").strip()
+        on = is_on(VARIABLE) if given else True
+        if on is None:  # as with the other variables, a wrong value ends no process
+            logger.error("`%s` must be 1 or 0, got %r: lookups are renewed", VARIABLE, given)
+        return on is not False
     if not isinstance(value, bool):
         raise ArgumentError(f"`renew` must be true or false, got {value!r}")
     return value
