@@ -7,15 +7,19 @@ file has), `text` (a file that is no JSON object) or `environment`. `outcome` is
 warnings and the error must name; `expect` are values afterwards.
 """
 
+import base64
+import http.server
 import json
 import os
+import threading
 import warnings
 from pathlib import Path
 
 import pytest
 
 from kvmask import mooncake
-from kvmask.errors import ArgumentError, StoreConfigWarning
+from kvmask.errors import ArgumentError, StoreConfigWarning, StoreError
+from kvmask.mooncake import probe
 
 FILES = sorted((Path(__file__).parent / "data" / "mooncake_configs").glob("*.json"))
 CASES = [json.loads(path.read_text(encoding="utf-8")) for path in FILES]
@@ -72,3 +76,50 @@ def test_there_are_enough_of_each():
     for case in CASES:
         counts[case["outcome"]] += 1
     assert min(counts.values()) >= 20
+
+
+@pytest.mark.parametrize(
+    ("metadata", "master"),
+    [
+        ("redis://me:SECRET@127.0.0.1:9/0", "127.0.0.1:9"),
+        ("etcd://me:SECRET@127.0.0.1:9", "127.0.0.1:9"),
+        ("http://me:SECRET@127.0.0.1:99999/metadata", "127.0.0.1:9"),
+        ("P2PHANDSHAKE", "me:SECRET@127.0.0.1:9"),
+        ("P2PHANDSHAKE", "etcd://me:SECRET@127.0.0.1:9"),
+    ],
+)
+def test_no_message_holds_a_password(metadata, master):
+    with pytest.raises(ArgumentError, match=r"\*\*\*@127\.0\.0\.1") as caught:
+        mooncake.StoreConfig(metadata, master, protocol="tcp")
+    assert "SECRET" not in str(caught.value)
+
+
+class Metadata(http.server.BaseHTTPRequestHandler):
+    """A metadata server that wants a password."""
+
+    def do_PUT(self):
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        wanted = "Basic " + base64.b64encode(b"me:SECRET").decode()
+        self.send_response(200 if self.headers.get("Authorization") == wanted else 401)
+        self.end_headers()
+
+    do_DELETE = do_PUT
+
+    def log_message(self, *values):
+        pass
+
+
+def test_a_password_reaches_the_metadata_server_alone():
+    with http.server.HTTPServer(("127.0.0.1", 0), Metadata) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for secret, answer in (("SECRET", None), ("WRONG", "401")):
+            url = f"http://me:{secret}@127.0.0.1:{server.server_port}/metadata"
+            config = mooncake.StoreConfig(url, "127.0.0.1:9", protocol="tcp")
+            assert secret not in repr(config)
+            assert "***@127.0.0.1" in repr(config)
+            if answer is None:
+                probe._ask_http(url, 20)
+            else:
+                with pytest.raises(StoreError, match=answer):
+                    probe._ask_http(url, 20)
+        server.shutdown()

@@ -41,9 +41,26 @@ class Endpoints(NamedTuple):
     url: str = ""
 
 
+def masked(text: str) -> str:
+    """Return an address without the user and the password that it may hold.
+
+    Args:
+        text: An address, or what was meant as one. All between its scheme and its last "@" counts
+            as secret.
+
+    >>> masked("http://me:secret@host:80/x"), masked("host:80")
+    ('http://***@host:80/x', 'host:80')
+    """
+    head, at, rest = text.rpartition("@")
+    if not at:
+        return text
+    scheme, separator, _ = head.partition("://")
+    return f"{scheme}://***@{rest}" if separator else f"***@{rest}"
+
+
 def shown(value: object) -> str:
-    """Return a value for an error message: on one line, and shortened."""
-    return _REPR.repr(value)
+    """Return a value for an error message: on one line, shortened, and without a password."""
+    return _REPR.repr(masked(value) if isinstance(value, str) else value)
 
 
 def split_address(text: str, name: str, value: str) -> tuple[str, int]:

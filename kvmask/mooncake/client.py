@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmask.errors import ArgumentError, MissingDependencyError, StoreError
-from kvmask.mooncake.address import advertised_address, check_hostname
+from kvmask.mooncake.address import advertised_address, check_hostname, masked
 from kvmask.mooncake.codes import code_name
 from kvmask.mooncake.config import MASTER_ENV, MIB, StoreConfig, parse_size
 from kvmask.mooncake.forks import spare_in_forks
@@ -187,7 +187,7 @@ def connect(
         raise StoreError(
             f"the store's setup must return 0, got {code} ({code_name(code)}) for protocol "
             f"{config.protocol!r}, `master_server_address` {config.master_server_address}, "
-            f"`metadata_server` {config.metadata_server}, {sizes}, at {hostname}"
+            f"`metadata_server` {masked(config.metadata_server)}, {sizes}, at {hostname}"
             f"{_memory_hint()}",
             code,
         )

@@ -35,6 +35,7 @@ from kvmask.errors import ArgumentError, StoreConfigWarning
 from kvmask.mooncake.address import (
     HANDSHAKE,
     check_hostname,
+    masked,
     master_endpoints,
     metadata_endpoints,
     shown,
@@ -154,6 +155,12 @@ class StoreConfig:
     enable_offload: bool = False
     tenant_id: str = "default"
     local_hostname: str = ""
+
+    def __repr__(self) -> str:
+        """All values; an address without the password that it may hold."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        values["metadata_server"] = masked(self.metadata_server)
+        return f"StoreConfig({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
     def __post_init__(self) -> None:
         for name in _TEXTS:

@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from kvmask.errors import ArgumentError, KVMaskError, StoreError
-from kvmask.mooncake.address import Endpoints, master_endpoints, metadata_endpoints, shown
+from kvmask.mooncake.address import Endpoints, masked, master_endpoints, metadata_endpoints, shown
 from kvmask.mooncake.codes import Code
 from kvmask.mooncake.config import StoreConfig
 
@@ -57,7 +57,7 @@ def check_servers(config: StoreConfig, timeout: float) -> None:
     if config.protocol == "rpc_only":
         return  # such a client tells nobody where it is
     metadata = metadata_endpoints(config.metadata_server)
-    where = f"no metadata server answers at `metadata_server` {config.metadata_server}"
+    where = f"no metadata server answers at `metadata_server` {masked(config.metadata_server)}"
     if "://" not in config.metadata_server:
         where += " (without http:// this is an etcd)"
     if metadata.kind == "http":
@@ -160,9 +160,11 @@ def _ask_etcd(host: str, port: int, limit: float) -> None:
 
 def _ask_http(url: str, limit: float) -> None:
     """Put a key and delete it, as a client does with its address."""
+    import base64
     import http.client
     import ssl
     import urllib.error
+    import urllib.parse
     import urllib.request
     import uuid
 
@@ -177,11 +179,19 @@ def _ask_http(url: str, limit: float) -> None:
         # The client checks certificates, against its own list. This only asks for an answer.
         urllib.request.HTTPSHandler(context=ssl._create_unverified_context()),
     )
+    # urllib takes a user and a password for a part of the host.
+    parts = urllib.parse.urlsplit(url)
+    user, at, host = parts.netloc.rpartition("@")
+    url = parts._replace(netloc=host).geturl()
+    headers = {}
+    if at:
+        secret = base64.b64encode(urllib.parse.unquote_to_bytes(user)).decode()
+        headers["Authorization"] = f"Basic {secret}"
     key = f"{url}?key=kvmask-probe-{uuid.uuid4().hex}"
 
     def send(method: str) -> Any:
         data = b'"kvmask"' if method == "PUT" else None
-        request = urllib.request.Request(key, data=data, method=method)
+        request = urllib.request.Request(key, data=data, method=method, headers=headers)
         try:
             with opener.open(request, timeout=limit) as answer:
                 return answer.status

@@ -13,7 +13,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvmask import mooncake
@@ -50,7 +50,7 @@ class Handshake(HandshakeMetadata):  # type: ignore[misc]
 
     prefixes: tuple[tuple[str, ...], ...]
     block_sizes: tuple[int, ...]
-    store: dict[str, str]
+    store: dict[str, str] = field(repr=False)  # an address may hold a password
 
 
 def handshake_of(worker: Any) -> Handshake | None:
