@@ -22,9 +22,11 @@ C_FLAGS := -std=c11 -g -O1 -Wall -Wextra -Werror -Ikvmask/csrc \
 CLANG ?= clang
 FUZZERS := $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/*.c))
 ASAN := build/asan
-# What `make test-vllm` runs of vLLM itself: its connector's tests, and whole engines.
+# What `make test-vllm` runs of vLLM itself: its connector's tests, whole engines, and the ways to
+# deploy them.
 VLLM_SUITES ?= $(shell python3 kvmask/versions.py)
 VLLM_MODELS ?= llama gemma hybrid eagle
+VLLM_MODES ?= one apart share workers outage
 # What `make test-ascend` runs: vllm-ascend's releases, and random cases of each.
 ASCEND_SUITES ?= $(shell python3 kvmask/versions.py ascend)
 ASCEND_CASES ?= 100000
@@ -114,7 +116,7 @@ test-vllm: setup-vllm ## the tests that compare with the real vLLM, in an enviro
 	.venv-vllm/bin/python -m pytest -m vllm $(ARGS)
 	for version in $(VLLM_SUITES); do .venv-vllm/bin/python scripts/vllm_suite.py $$version; done
 	for model in $(VLLM_MODELS); do .venv-vllm/bin/python scripts/vllm_engine.py $$model; done
-	.venv-vllm/bin/python scripts/vllm_modes.py
+	.venv-vllm/bin/python scripts/vllm_modes.py $(VLLM_MODES)
 
 .PHONY: test-ascend
 test-ascend: setup-vllm ## compare with the real vllm-ascend's AscendStore, without an NPU

@@ -25,14 +25,7 @@ def vllm() -> None:
     from kvmask.engines import after_import
 
     after_import(_FACTORY, _register)
-    on = switch.is_on(switch.SWITCH)
-    if on is None:
-        _log().error(
-            "vLLM goes on without kvmask: %s must be 1 or 0, got %r",
-            switch.SWITCH,
-            os.environ[switch.SWITCH],
-        )
-    elif on:
+    if _is_on(switch.SWITCH, "vLLM"):
         # Ray workers are started before the connector is imported.
         os.environ[switch.RAY_PREFIXES] = switch.ray_prefixes()
         after_import(_STORE, _install_vllm)
@@ -40,6 +33,16 @@ def vllm() -> None:
 
 def _log() -> logging.Logger:
     return logging.getLogger("vllm.kvmask")
+
+
+def _is_on(name: str, engine: str) -> bool:
+    """Whether a switch is on. A value that says neither is logged, and is off."""
+    on = switch.is_on(name)
+    if on is None:
+        _log().error(
+            "%s goes on without kvmask: %s must be 1 or 0, got %r", engine, name, os.environ[name]
+        )
+    return bool(on)
 
 
 def register(factory: Any) -> None:
@@ -76,7 +79,7 @@ def ascend() -> None:
     so an engine without AscendStore is left as it is. One line of the log says what is in place; a
     vllm-ascend that kvmask does not know keeps its own functions, and the log says what changed.
     """
-    if os.environ.get("KVMASK_ASCEND") != "1":
+    if not _is_on(switch.ASCEND, "AscendStore"):
         return
     from kvmask.engines import after_import
 

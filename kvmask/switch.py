@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 
 SWITCH = "KVMASK_VLLM"
+ASCEND = "KVMASK_ASCEND"
 LOOKUP = "KVMASK_LOOKUP"
 #: The plugin's name, and vLLM's list of the plugins that it may load.
 PLUGIN = "kvmask"
