@@ -410,10 +410,17 @@ class CacheRequest:
         )
 
 
+_LOOKED_AT = 64  # digests; some 3 us
+
+
 def _check_chained(digests: BlockHashes, first: int) -> None:
-    """Refuse digests that stand twice, from a block on: each covers all tokens before it."""
+    """Refuse digests that stand twice, from a block on: each covers all tokens before it.
+
+    Only the first ones are looked at. All of them would cost a long request more than its lookup,
+    and what hashes each block by itself, or all alike, shows there.
+    """
     start = max(first - 1, 0)
-    items = digests[start:]
+    items = digests[start : start + _LOOKED_AT]
     if len(set(items)) == len(items):
         return
     seen: dict[bytes, int] = {}
