@@ -257,6 +257,10 @@ cdef class KeyBuilder:
     cdef readonly bint as_number
     cdef bytes head
     cdef bytes tail
+    cdef const char *head_text  # of `head`, which never changes
+    cdef const char *tail_text
+    cdef Py_ssize_t head_size
+    cdef Py_ssize_t tail_size
     cdef bint ascii
     cdef tuple parts(self)
     cdef object build(self, const unsigned char *digest, Py_ssize_t size)

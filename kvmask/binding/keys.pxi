@@ -19,6 +19,10 @@ cdef class KeyBuilder:
         self.ascii = prefix.isascii() and suffix.isascii()
         self.head = prefix.encode("ascii") if self.ascii else b""
         self.tail = suffix.encode("ascii") if self.ascii else b""
+        self.head_text = PyBytes_AS_STRING(self.head)
+        self.tail_text = PyBytes_AS_STRING(self.tail)
+        self.head_size = PyBytes_GET_SIZE(self.head)
+        self.tail_size = PyBytes_GET_SIZE(self.tail)
 
     cdef tuple parts(self):
         return self.prefix, self.suffix, self.as_number
@@ -36,22 +40,21 @@ cdef class KeyBuilder:
         return hash(self.parts())
 
     cdef object build(self, const unsigned char *digest, Py_ssize_t size):
-        cdef Py_ssize_t head, tail
+        cdef Py_ssize_t head = self.head_size, tail = self.tail_size
         cdef object key
         cdef char *out
-        cdef bint half
-        while self.as_number and size > 1 and digest[0] == 0:
-            digest += 1
-            size -= 1
-        half = self.as_number and digest[0] < 16
+        cdef bint half = False
+        if self.as_number:
+            while size > 1 and digest[0] == 0:
+                digest += 1
+                size -= 1
+            half = digest[0] < 16
         if not self.ascii:
             return self.prefix + digest[:size].hex()[half:] + self.suffix
-        head = PyBytes_GET_SIZE(self.head)
-        tail = PyBytes_GET_SIZE(self.tail)
         # The string is written before anyone else sees it.
         key = PyUnicode_New(head + 2 * size - half + tail, 127)
         out = <char *>PyUnicode_1BYTE_DATA(key)
-        memcpy(out, PyBytes_AS_STRING(self.head), head)
+        memcpy(out, self.head_text, head)
         if half:
             out[head] = HEX_DIGITS[digest[0]]
             digest += 1
@@ -59,7 +62,7 @@ cdef class KeyBuilder:
             head += 1
         km_hex(digest, size, out + head)
         if tail:
-            memcpy(out + head + 2 * size, PyBytes_AS_STRING(self.tail), tail)
+            memcpy(out + head + 2 * size, self.tail_text, tail)
         return key
 
 

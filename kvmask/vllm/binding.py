@@ -47,5 +47,7 @@ def derived(stock: type, methods: tuple[tuple[str, Callable[..., Any]], ...]) ->
 
 def state(thing: Any) -> dict[str, Any]:
     """What kvmask keeps of an object of vLLM's."""
-    kept: dict[str, Any] = thing.__dict__.setdefault(_STATE, {})
+    kept: dict[str, Any] | None = thing.__dict__.get(_STATE)
+    if kept is None:
+        kept = thing.__dict__.setdefault(_STATE, {})
     return kept
