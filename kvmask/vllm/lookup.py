@@ -263,7 +263,7 @@ class Lookups:
         """Tell those who want to know that a lookup is over, and drop its keys."""
         self._spent.clear()
         hit = plan.result
-        # Here and not in the plan: this costs the lookup nothing.
+        # Here and not in the plan: the scheduler has its answer by now, unless the worker gives it.
         self.stats.add(
             lookups=1,
             asked_keys=hit.asked,
