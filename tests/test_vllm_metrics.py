@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import vllm_pair as stand_in
 import vllm_world as world
 from prometheus_client import REGISTRY, generate_latest
 from test_vllm_path import (  # noqa: F401
@@ -22,6 +23,7 @@ from test_vllm_path import (  # noqa: F401
     fill,
     own,
     until,
+    usable,
 )
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -29,10 +31,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorProm,
 )
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+from vllm_cases import random_case
+from vllm_oracle import digest
 
 import kvmask.vllm
-from kvmask.vllm import metrics
-from kvmask.vllm.releases import StockConnector, StockStats, fitting
+from kvmask.vllm import lookup, metrics
+from kvmask.vllm.acting import ACTING
+from kvmask.vllm.releases import StockConnector, StockMetrics, StockStats, fitting
 
 pytestmark = [pytest.mark.vllm]
 
@@ -154,10 +159,9 @@ def test_renewals_failures_and_late_lookups_are_counted(own, prometheus):  # noq
 
 
 def record(**counted):
-    stats = kvmask.vllm.KVMaskStoreConnector.build_kv_connector_stats()
+    stats = StockStats()
     stats.record_operation("lookup_exists", 0.5, 3, num_failed_keys=1)
-    stats.count(counted)
-    return stats
+    return metrics.with_counters(stats, counted)
 
 
 def test_statistics_of_several_processes_are_added_up():
@@ -170,11 +174,106 @@ def test_statistics_of_several_processes_are_added_up():
         output.kv_connector_output = KVConnectorOutput(kv_connector_stats=record(**counted))
         outputs.append(pickle.loads(pickle.dumps(output)))
     total = KVOutputAggregator(3).aggregate(outputs).kv_connector_output.kv_connector_stats
-    assert total.data[metrics.ENTRY] == [{"asked_keys": 7, "lookups": 1}]
+    assert metrics.summed(total.data[metrics.ENTRY]) == {"asked_keys": 7, "lookups": 1}
     assert len(total.data["lookup_exists"]) == 3
-    # vLLM's own class joins them, too.
-    joined = StockStats().aggregate(record(asked_keys=4)).aggregate(record(asked_keys=4))
-    assert metrics.KVMaskStats(data=joined.data).reduce()["kvmask_asked_keys"] == 8
+    # What the loggers sum up stays one record.
+    kept = kvmask.vllm.KVMaskStoreConnector.build_kv_connector_stats()
+    for _ in range(3):
+        kept.aggregate(record(asked_keys=4))
+    assert [len(kept.data[name]) for name in (metrics.ENTRY, "lookup_exists")] == [1, 3]
+    assert kept.reduce()["kvmask_asked_keys"] == 12
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """kvmask under vLLM's own connector."""
+    monkeypatch.setenv("KVMASK_RENEW", "0")
+    strategy = lookup._default["lookup"]
+    kvmask.vllm.install()
+    yield
+    kvmask.vllm.uninstall()
+    lookup.set_default(strategy)
+
+
+@pytest.mark.store
+def test_install_shows_them_under_vllms_own_connector(own, prometheus, installed):  # noqa: F811
+    pair = own.pair(name="MooncakeStoreConnector")
+    assert type(pair.worker_side) is StockConnector
+    digests = digests_of(TOKENS)
+    fill(pair.worker, TOKENS, digests)
+    shown = prometheus(config("MooncakeStoreConnector"))
+    assert series() == {(name, e): 0 for name in metrics.SHOWN for e in (0, 1)}
+    assert collected(pair) is None
+    assert [pair.hit(world.request(TOKENS + 1, digests)) for _ in range(2)] == [TOKENS] * 2
+    until(lambda: kept(pair.worker).get("lookups") == 2)
+    counted = kept(pair.worker)
+    data = collected(pair)
+    shown.observe(data)
+    now = series()
+    assert now["lookups", 0] == 2
+    assert now["hit_tokens", 0] == 2 * TOKENS
+    assert now["asked_keys", 0] == sum(record["num_keys"] for record in data["lookup_exists"])
+    assert now["asked_keys", 0] < now["exact_keys", 0]
+    assert all(now[name, 0] == counted[name] for name in metrics.SHOWN if name in counted)
+    log = KVConnectorLogging(config("MooncakeStoreConnector").kv_transfer_config)
+    log.observe(data)
+    assert log.transfer_stats_accumulator.reduce()["kvmask_hit_tokens"] == 2 * TOKENS
+    assert collected(pair) is None
+
+
+@pytest.mark.store
+def test_both_ways_at_once_count_once(own, prometheus, installed):  # noqa: F811
+    pair = own.pair({"lookup_in": "worker", "renew": False})
+    digests = digests_of(TOKENS)
+    fill(pair.worker, TOKENS, digests)
+    shown = prometheus(config())
+    assert pair.hit(world.request(TOKENS + 1, digests)) == TOKENS
+    until(lambda: kept(pair.worker).get("lookups") == 1)
+    shown.observe(collected(pair))
+    assert series()["lookups", 0] == 1
+    assert series()["hit_tokens", 0] == TOKENS
+
+
+def test_loggers_without_kvmask_take_them(prometheus):
+    """The workers have kvmask's plugin, and the process with the loggers has it not."""
+    data = json.loads(json.dumps(record(asked_keys=2, hit_tokens=5).to_dict()))
+    shown = prometheus(config("MooncakeStoreConnector"))
+    assert type(shown.prom_metrics) is StockMetrics
+    shown.observe(data)
+    text = generate_latest(REGISTRY).decode()
+    assert 'operation="lookup_exists",status="ok"} 1.0' in text
+    assert series() == {}
+    log = KVConnectorLogging(config("MooncakeStoreConnector").kv_transfer_config)
+    for _ in range(2):
+        log.observe(copy.deepcopy(data))
+    assert type(log.transfer_stats_accumulator) is StockStats
+    assert log.transfer_stats_accumulator.reduce()["lookup_exists_count"] == 2
+    # A worker's statistics name no class of kvmask's, which such a process might not have.
+    assert b"kvmask.vllm" not in pickle.dumps(record(asked_keys=2))
+
+
+def test_lookups_of_old_releases_are_counted():
+    """To 0.26 kvmask makes the keys alone; here it does so for the installed release's worker."""
+    counted = hits = 0
+    for seed in range(200):
+        case = random_case(4, seed)
+        if case.num_tokens < case.effective_alignment or len(set(case.ranks)) > 1:
+            continue  # no lookup, or ranks as those releases do not have them
+        if not usable(case) or case.partial:
+            continue
+        store = stand_in.Script(0, stand_in.present_keys(case))
+        worker = stand_in.lookup_worker(case, "stock", store)
+        tokens = case.num_tokens // case.effective_alignment * case.effective_alignment
+        hit = lookup.lookup_by_length(worker, tokens, [digest(i) for i in range(case.hash_blocks)])
+        found = metrics.worker_counters(worker)
+        calls = [len(keys) for _, keys in store.calls]
+        assert found.get("lookups", 0) == found.get("probes", 0) == len(calls), case
+        assert found.get("asked_keys", 0) == found.get("exact_keys", 0) == sum(calls), case
+        assert found.get("hit_tokens", 0) == hit, case
+        counted, hits = counted + len(calls), hits + hit
+    assert counted > 10
+    assert hits > 0
+    assert ACTING.on
 
 
 def test_the_log_line_has_the_counters():
@@ -192,16 +291,16 @@ def test_the_log_line_has_the_counters():
 
 
 def test_an_empty_record_is_nothing():
-    stats = kvmask.vllm.KVMaskStoreConnector.build_kv_connector_stats()
-    stats.count({"asked_keys": 0})
-    assert stats.is_empty()
-    assert stats.reduce() == {}
     assert metrics.with_counters(None, {"asked_keys": 0}) is None
-    stats.count({"asked_keys": 1})
+    theirs = StockStats()
+    assert metrics.with_counters(theirs, {"asked_keys": 0}) is theirs
+    assert theirs.is_empty()
+    stats = metrics.KVMaskStats(data=metrics.with_counters(None, {"asked_keys": 1}).data)
     assert not stats.is_empty()
     assert stats.reduce() == {"kvmask_asked_keys": 1}
     stats.reset()
     assert stats.is_empty()
+    assert stats.reduce() == {}
 
 
 def test_as_a_part_of_multi_connector():

@@ -72,8 +72,8 @@ def own(tmp_path, monkeypatch):
         path = world.store_settings(master.address, tmp_path, "32MB")
         monkeypatch.setenv("MOONCAKE_CONFIG_PATH", str(path))
 
-        def pair(extra=None, **options):
-            config = world.vllm_config(GROUPS, UNIT, extra)
+        def pair(extra=None, name="KVMaskStoreConnector", **options):
+            config = world.vllm_config(GROUPS, UNIT, extra, name)
             made.append(world.Pair(config, world.cache_config(GROUPS), **options))
             return made[-1]
 

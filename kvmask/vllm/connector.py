@@ -235,17 +235,16 @@ class KVMaskStoreConnector(StockConnector):  # type: ignore[misc]
         """As stock, with kvmask's counters; on the scheduler's side, of its own store client."""
         if self._kvmask_lookups is not None:
             return self._kvmask_lookups.take_stats()
-        stats = super().get_kv_connector_stats()
-        if self.connector_worker is None or not _has_metrics():
-            return stats
-        return metrics.with_counters(stats, metrics.worker_counters(self.connector_worker))
+        if not _has_metrics():
+            return super().get_kv_connector_stats()
+        return metrics.get_kv_connector_stats(self)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
         """As stock, with kvmask's counters."""
         if not _has_metrics():
             return super().build_kv_connector_stats(data)
-        return metrics.KVMaskStats(data={} if data is None else data)
+        return metrics.build_kv_connector_stats(cls, data)
 
     @classmethod
     def build_prom_metrics(
@@ -259,7 +258,7 @@ class KVMaskStoreConnector(StockConnector):  # type: ignore[misc]
         args = vllm_config, metric_types, labelnames, per_engine_labelvalues
         if not _has_metrics():
             return super().build_prom_metrics(*args)
-        return metrics.KVMaskPromMetrics(*args)
+        return metrics.build_prom_metrics(cls, *args)
 
     def shutdown(self) -> None:
         """As stock; the scheduler's own store client is closed."""

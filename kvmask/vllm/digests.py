@@ -17,6 +17,9 @@ receiving.handle_request 0.24:6b25660156 0.25:61982e8ee3 0.27:8b991b86c3 0.29:03
 layout.prepare_values 0.30:9435cc3e79
 sharded_layout.prepare_values 0.30:0fdfb5507a
 database.prepare_values 0.27:721bf11a73 0.30:-
+connector.stats 0.24:f598c2e518
+connector.build_stats 0.24:64d8927fa7
+connector.build_metrics 0.24:4104408ea5
 core.block_hasher 0.24:d1e20a3599 0.31:6d5800ff3c 0.33:300c28bc4c
 core.hash_block_tokens 0.24:8e2dca03c9
 core.extra_keys 0.24:99dc15c98e 0.31:fa6bc5040a
@@ -163,9 +166,6 @@ connector.matched_tokens 0.24:404e5dff03
 connector.register 0.24:7bd20a79ec
 connector.reset 0.24:126586271e
 connector.shutdown 0.24:ceea209566
-connector.stats 0.24:f598c2e518
-connector.build_stats 0.24:64d8927fa7
-connector.build_metrics 0.24:4104408ea5
 metrics.stats 0.24:f1003f2bc1
 metrics.prometheus 0.24:35b2cceea3
 metrics.base 0.24:7af752f537

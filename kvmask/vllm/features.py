@@ -271,16 +271,9 @@ FEATURES = (
     ),
     Feature(
         "metrics",
-        (),
-        (
-            "connector.stats",
-            "connector.build_stats",
-            "connector.build_metrics",
-            "metrics.stats",
-            "metrics.prometheus",
-            "metrics.base",
-        ),
-        needs=("connector",),
+        ("connector.stats", "connector.build_stats", "connector.build_metrics"),
+        ("metrics.stats", "metrics.prometheus", "metrics.base"),
+        needs=("lookup",),
     ),
 )
 

@@ -416,7 +416,8 @@ def lookup_by_length(self: Any, token_len: int, block_hashes: Sequence[bytes]) -
         blocks += [(g, bytes(hashes[(i + 1) * scale - 1])) for i in bits.indices()]
     if not keys:
         return 0
-    answers = lookups_of(self).ask(keys)
+    lookups = lookups_of(self)
+    answers = lookups.ask(keys)
     if answers is None:
         return 0
     width = len(prefixes[0])
@@ -428,6 +429,9 @@ def lookup_by_length(self: Any, token_len: int, block_hashes: Sequence[bytes]) -
     size = (unit,) if current().sized_pools else ()
     pool = ExternalCachedBlockPool(*size, exists)
     _, hit = self.coord.find_longest_cache_hit(block_hashes, token_len, pool)
+    lookups.stats.add(
+        lookups=1, asked_keys=len(keys), exact_keys=len(keys), probes=1, hit_tokens=int(hit)
+    )
     return int(hit)
 
 

@@ -3,21 +3,31 @@ of the log.
 
 vLLM collects what a connector counts after each step, from every worker and from the scheduler,
 adds it up, and hands it to its loggers. The connector's statistics are vLLM's own with one entry
-more. The entry is a list, as vLLM's are, so that whoever joins lists joins it, too; its records are
-sums of counters.
+more. The entry is a list of records, as vLLM's are, so whoever joins lists joins it, too. A record
+holds sums of counters beside what vLLM's records hold: the process with the loggers may be without
+kvmask, and then takes the entry for one of its operations.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvmask.plans.metrics import COUNTERS
 from kvmask.vllm.binding import state
 from kvmask.vllm.releases import StockMetrics, StockStats
+from kvmask.vllm.seams import stock
 
 ENTRY = "kvmask"
+# What vLLM reads of a record.
+_BLANK: dict[str, Any] = {
+    "duration_seconds": 0.0,
+    "num_keys": 0,
+    "num_bytes": 0,
+    "status": "ok",
+    "num_failed_keys": 0,
+}
 _OF_LOOKUPS = (
     "lookups",
     "asked_keys",
@@ -36,30 +46,25 @@ SHOWN = {name: COUNTERS[name] for name in _OF_LOOKUPS} | {
 }
 
 
-def summed(records: list[Mapping[str, float]]) -> dict[str, float]:
-    """The sums of records of counters."""
+def summed(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """The sums of the counters of records."""
     total: dict[str, float] = {}
     for record in records:
         for name, value in record.items():
-            total[name] = total.get(name, 0) + value
+            if name not in _BLANK:
+                total[name] = total.get(name, 0) + value
     return total
 
 
 @dataclasses.dataclass
 class KVMaskStats(StockStats):  # type: ignore[misc]
-    """vLLM's statistics of a Mooncake store connector, and kvmask's counters."""
-
-    def count(self, counted: Mapping[str, float]) -> None:
-        """Add to counters; those that did not move are left out."""
-        moved = {name: value for name, value in counted.items() if value}
-        if moved:
-            self.data[ENTRY] = [summed([*self.data.get(ENTRY, []), moved])]
+    """vLLM's statistics of a Mooncake store connector, where some have kvmask's counters."""
 
     def aggregate(self, other: Any) -> Any:
         """As vLLM's; counters are added up."""
         super().aggregate(other)
         if len(self.data.get(ENTRY, [])) > 1:
-            self.data[ENTRY] = [summed(self.data[ENTRY])]
+            self.data[ENTRY] = [_BLANK | summed(self.data[ENTRY])]
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -129,17 +134,20 @@ def differences(now: Mapping[str, float], before: dict[str, float]) -> dict[str,
 def with_counters(stats: Any, counted: Mapping[str, float]) -> Any:
     """Statistics with kvmask's counters.
 
+    They stay of vLLM's class, so a process without kvmask can take them.
+
     Args:
-        stats: vLLM's, or None.
-        counted: What was counted since the last time.
+        stats: vLLM's, which get the counters; or None.
+        counted: What was counted since the last time. What did not move is left out.
 
     Returns:
-        `KVMaskStats`, or None when there is nothing to tell.
+        The statistics, or None when there is nothing to tell.
     """
-    if stats is None and not any(counted.values()):
-        return None
-    made = KVMaskStats(data={} if stats is None else stats.data)
-    made.count(counted)
+    moved = {name: value for name, value in counted.items() if value}
+    if not moved:
+        return stats
+    made = StockStats() if stats is None else stats
+    made.data.setdefault(ENTRY, []).append(_BLANK | moved)
     return made
 
 
@@ -150,3 +158,35 @@ def worker_counters(worker: Any) -> dict[str, float]:
     if lookups is None:
         return {}
     return differences(lookups.stats.snapshot(), kept.setdefault("counted", {}))
+
+
+# The methods of vLLM's connector that `install` replaces.
+
+
+def get_kv_connector_stats(self: Any) -> Any:
+    """As vLLM's, with what the worker's lookups have counted."""
+    stats, worker = stock("connector.stats")(self), self.connector_worker
+    return stats if worker is None else with_counters(stats, worker_counters(worker))
+
+
+def build_kv_connector_stats(cls: Any, data: dict[str, Any] | None = None) -> Any:
+    """As vLLM's, of statistics that may have kvmask's counters."""
+    return KVMaskStats(data={} if data is None else data)
+
+
+def build_prom_metrics(
+    cls: Any,
+    vllm_config: Any,
+    metric_types: Any,
+    labelnames: list[str],
+    per_engine_labelvalues: dict[int, list[object]],
+) -> Any:
+    """As vLLM's, with kvmask's counters."""
+    return KVMaskPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+REPLACED: dict[str, Any] = {
+    "connector.stats": get_kv_connector_stats,
+    "connector.build_stats": classmethod(build_kv_connector_stats),
+    "connector.build_metrics": classmethod(build_prom_metrics),
+}

@@ -11,7 +11,7 @@ import kvmask
 from kvmask.engines import Placed, after_import
 from kvmask.errors import UnsupportedReleaseError
 from kvmask.switch import ALLOWED, LOOKUP, PLUGIN, RAY_PREFIXES, SWITCH, allow_list, ray_prefixes
-from kvmask.vllm import acting, coordinator, hashing, layouts, loading, saving, seams
+from kvmask.vllm import acting, coordinator, hashing, layouts, loading, metrics, saving, seams
 from kvmask.vllm import lookup as lookups
 from kvmask.vllm.features import ABSENT
 from kvmask.vllm.releases import Release, current, fitting, logger, version
@@ -35,6 +35,7 @@ def functions(release: Release) -> dict[str, Any]:
         "sending.handle_request": saving.handle_request,
         "receiving.handle_request": loading.handle_request,
         **layouts.VALUES,
+        **metrics.REPLACED,
         _HASHER: hashing.request_block_hasher,
     }
 

@@ -46,6 +46,9 @@ PATHS: dict[str, str] = {
     "layout.prepare_values": _LOCAL + "prepare_values",
     "sharded_layout.prepare_values": _SHARDED + "prepare_values",
     "database.prepare_values": _DATABASE + "prepare_values",
+    "connector.stats": _CONNECTOR + "get_kv_connector_stats",
+    "connector.build_stats": _CONNECTOR + "build_kv_connector_stats",
+    "connector.build_metrics": _CONNECTOR + "build_prom_metrics",
     # hashes
     "core.block_hasher": _CORE + "kv_cache_utils:get_request_block_hasher",
     "core.hash_block_tokens": _CORE + "kv_cache_utils:hash_block_tokens",
@@ -189,9 +192,6 @@ PATHS: dict[str, str] = {
     "connector.reset": _CONNECTOR + "reset_cache",
     "connector.shutdown": _CONNECTOR + "shutdown",
     # statistics
-    "connector.stats": _CONNECTOR + "get_kv_connector_stats",
-    "connector.build_stats": _CONNECTOR + "build_kv_connector_stats",
-    "connector.build_metrics": _CONNECTOR + "build_prom_metrics",
     "metrics.stats": _STORE + "metrics:MooncakeStoreConnectorStats",
     "metrics.prometheus": _STORE + "metrics:MooncakeStorePromMetrics",
     "metrics.base": _V1 + "metrics:KVConnectorPromMetrics.__init__",
