@@ -10,11 +10,12 @@ from kvmask._core import MAX_TOKENS, BlockHashes, check_integer
 from kvmask.coordinator import Hit
 from kvmask.errors import ArgumentError
 from kvmask.hashing.chain import BlockHasher
+from kvmask.plans.handoffs import Handoff, check_handoff, note_handoff
 from kvmask.plans.held import Held
 from kvmask.plans.load import LoadPlan
 from kvmask.plans.lookup import LookupPlan
-from kvmask.plans.results import Handoff, LoadResult, SaveResult
-from kvmask.plans.save import SavePlan, check_handoff, note_handoff
+from kvmask.plans.results import LoadResult, SaveResult
+from kvmask.plans.save import SavePlan
 from kvmask.plans.scheme import block_hashes, scheme_of
 from kvmask.plans.tools import PlanTools
 
@@ -54,18 +55,28 @@ class CacheRequest:
             None per full hash block, or a function of (first block, number of blocks) that gives
             them, for requests that grow. `kvmask.hashing.block_extra_keys` makes them.
 
-    Attributes:
-        contract: The contract.
-        num_prompt_tokens: Length of the prompt.
-        mark: Tokens; where the next save begins. What lies below is known to be in the store: saved
-            before (`SaveResult.mark`), or filled by a load of a request that held nothing itself.
-        hit: The hit of the last lookup, or None.
-
     Raises:
         ArgumentError: Neither tokens nor digests are given, or both; digests are known to be of
             another hash block size, algorithm or start; or a number is out of range.
         HashInputError: Tokens or extra keys that have no exact digest.
     """
+
+    # Slots: a misspelt attribute must not be taken silently.
+    __slots__ = (
+        "__weakref__",
+        "_contract",
+        "_extra_keys",
+        "_handoffs",
+        "_hasher",
+        "_hashes",
+        "_held",
+        "_hit",
+        "_mark",
+        "_num_prompt_tokens",
+        "_num_tokens",
+        "_owner",
+        "_reused",
+    )
 
     def __init__(
         self,
@@ -84,9 +95,9 @@ class CacheRequest:
             )
         if extra_keys is not None and not callable(extra_keys):
             _check_sequence(extra_keys)
-        self.contract = contract
-        self.mark = 0
-        self.hit: Hit | None = None
+        self._contract = contract
+        self._mark = 0
+        self._hit: Hit | None = None
         self._reused = 0
         self._held: Held | None = None  # by the engine, at the lookup before the last load
         # What the results of this request's plans are known by, also after a pickle.
@@ -113,12 +124,12 @@ class CacheRequest:
             num_prompt_tokens = self._num_tokens or None
         else:
             num_prompt_tokens = check_integer(num_prompt_tokens, "num_prompt_tokens", 1, MAX_TOKENS)
-        self.num_prompt_tokens = num_prompt_tokens
+        self._num_prompt_tokens: int | None = num_prompt_tokens
 
     def _take_digests(self, hashes: BlockHashes | Sequence[bytes], num_tokens: int | None) -> None:
         digests = block_hashes(hashes)
-        self.contract.check_hashes(digests)
-        unit = self.contract.hash_block_size
+        self._contract.check_hashes(digests)
+        unit = self._contract.hash_block_size
         covered = len(digests) * unit
         if num_tokens is None:
             num_tokens = covered
@@ -134,9 +145,41 @@ class CacheRequest:
         self._num_tokens = num_tokens
 
     @property
+    def contract(self) -> Agreement:
+        """What it belongs to."""
+        return self._contract
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the request so far."""
         return self._num_tokens
+
+    @property
+    def num_prompt_tokens(self) -> int | None:
+        """Length of the prompt; None for a request that began without a token."""
+        return self._num_prompt_tokens
+
+    @property
+    def mark(self) -> int:
+        """Tokens; where the next save begins. What lies below is known to be in the store: saved
+        before (`SaveResult.mark`), or filled by a load of a request that held nothing itself. Set
+        it when you know more than the request does."""
+        return self._mark
+
+    @mark.setter
+    def mark(self, mark: int) -> None:
+        self._mark = check_integer(mark, "mark", 0, MAX_TOKENS)
+
+    @property
+    def hit(self) -> Hit | None:
+        """The hit of the last lookup, or None. Set it after a lookup that you drove yourself."""
+        return self._hit
+
+    @hit.setter
+    def hit(self, hit: Hit | None) -> None:
+        if hit is not None and not isinstance(hit, Hit):
+            raise TypeError(f"`hit` must be a Hit or None, got {type(hit).__name__}")
+        self._hit = hit
 
     @property
     def hashes(self) -> BlockHashes:
@@ -180,7 +223,7 @@ class CacheRequest:
                 f"`token_ids` must be a sequence or array, got {type(token_ids).__name__}"
             ) from None
         first = len(self._hasher.hashes)
-        new = (self._num_tokens + count) // self.contract.hash_block_size - first
+        new = (self._num_tokens + count) // self._contract.hash_block_size - first
         given = self._extra_keys
         extras: Sequence[Any] | None = None
         if given is not None and new:
@@ -200,7 +243,7 @@ class CacheRequest:
         digests = block_hashes(hashes)
         old, before = self.hashes, self._num_tokens
         if num_tokens is None:
-            num_tokens = max(before, len(digests) * self.contract.hash_block_size)
+            num_tokens = max(before, len(digests) * self._contract.hash_block_size)
         num_tokens = check_integer(num_tokens, "num_tokens", 0, MAX_TOKENS)
         if len(digests) < len(old) or num_tokens < before:
             raise ArgumentError(
@@ -233,8 +276,8 @@ class CacheRequest:
             ArgumentError: The contract has no such cacheable group, a number is out of range, or
                 another block was handed over for this boundary since the last save.
         """
-        handoff = Handoff(group, num_tokens, block_id)
-        note_handoff(self._handoffs, *check_handoff(scheme_of(self.contract), handoff))
+        scheme = scheme_of(self._contract)
+        note_handoff(self._handoffs, *check_handoff(scheme, group, num_tokens, block_id))
 
     def lookup_plan(
         self, held: Any = 0, strategy: str = "staged", tools: PlanTools | None = None
@@ -253,7 +296,7 @@ class CacheRequest:
             ArgumentError: A number is out of range.
         """
         return LookupPlan(
-            self.contract,
+            self._contract,
             self.hashes,
             self._num_tokens,
             held=held,
@@ -321,7 +364,7 @@ class CacheRequest:
         self._reused = max(self._reused, result.usable_tokens)
         self._held = result.held
         if result.held is None:
-            self.mark = max(self.mark, self._reused)
+            self._mark = max(self._mark, self._reused)
         return result
 
     def _check_owner(self, result: Any, kind: type[LoadResult] | type[SaveResult]) -> None:
@@ -360,7 +403,7 @@ class CacheRequest:
             BlockIdError: A block id is no integer.
             PlanStateError: ``bound`` is not bound to memory.
         """
-        unit = self.contract.hash_block_size
+        unit = self._contract.hash_block_size
         num_tokens = check_integer(num_tokens, "num_tokens", 0, MAX_TOKENS)
         if num_tokens // unit > len(self.hashes):
             raise ArgumentError(
@@ -372,8 +415,8 @@ class CacheRequest:
             self.hashes,
             tables,
             num_tokens,
-            start_token=self.mark,
-            num_prompt_tokens=self.num_prompt_tokens,
+            start_token=self._mark,
+            num_prompt_tokens=self._num_prompt_tokens,
             handoffs=[Handoff(*place, block) for place, block in self._handoffs.items()],
             event=event,
             tools=tools,
@@ -398,15 +441,15 @@ class CacheRequest:
             ArgumentError: It is the result of another request's plan.
         """
         self._check_owner(result, SaveResult)
-        self.mark = max(self.mark, result.mark)
-        if self.mark >= self._reused:
+        self._mark = max(self._mark, result.mark)
+        if self._mark >= self._reused:
             self._held = None  # the store has been asked for it
         return result
 
     def __repr__(self) -> str:
         return (
             f"<CacheRequest: {self._num_tokens} tokens, {len(self.hashes)} digests, "
-            f"saved up to {self.mark}>"
+            f"saved up to {self._mark}>"
         )
 
 

@@ -75,7 +75,8 @@ class KVTransfer:
         breaker: Remembers that the store does not answer: for some seconds (10) calls fail at once,
             then one tries again. True makes one, None keeps none. Transfers of one store can share
             a `Breaker`.
-        null_block: Id of the block tables' empty entry, never transferred; None when there is none.
+        null_block: Id of the block tables' empty entry, never transferred; None when they have no
+            such entry.
         renew: What hits make worth keeping is asked again by a thread of its own, so that the store
             keeps it (docs/lookup.md). True makes a `Renewals`, None renews nothing.
         bounce: Memory of the transfer's own that all bytes go through, so that bytes that come too
@@ -346,8 +347,8 @@ class KVTransfer:
         Args:
             request: The request; the last of its tokens is left to compute.
             held: What the engine holds itself: tokens for all groups, or per group tokens or a
-                Bitset (see `kvmask.plans.held`). A hit that does not reach past it is none. The
-                hit remembers it for the load.
+                Bitset (see `kvmask.plans.held`). A hit must be longer than that; otherwise its
+                length is 0. The hit remembers it for the load.
             strategy: ``"staged"`` or ``"exact"`` (see `LookupPlan`).
 
         Returns:

@@ -13,6 +13,7 @@ from kvmask import (
     AbsenceMemo,
     Bitset,
     BlockHashes,
+    Breaker,
     ChunkedLocal,
     Contract,
     Coordinator,
@@ -54,7 +55,8 @@ from kvmask.errors import (
     PlanStateError,
 )
 from kvmask.mooncake import MooncakePolicy
-from kvmask.plans import Handoff
+from kvmask.plans import Handoff, Renewals
+from kvmask.why import diagnose, look_near
 
 HUGE = (1 << 63, -(1 << 63), 1 << 200, -1)
 WRONG = (None, "16", 16.0, b"16", [16], True, 1j, object(), float("nan"), float("inf"))
@@ -65,6 +67,13 @@ COORD = CONTRACT.coordinator
 BOUND = CONTRACT.bind([LAYOUT] * 2)
 HASHES = BlockHashes(bytes(range(64)), 16)
 HIT = COORD.find_hit([[True] * 4] * 2, 64)
+
+
+class Empty:
+    """A store that has nothing."""
+
+    def batch_is_exist(self, keys):
+        return [0] * len(keys)
 
 
 def save(**change):
@@ -164,15 +173,50 @@ TEXTS = [
     (lambda: save(tools=MooncakePolicy()), TypeError,
      "`tools` must be PlanTools, got MooncakePolicy"),
     (lambda: save(handoffs=[Handoff("odd", 16, 1)]), ArgumentError,
-     "`handoffs` must name cacheable groups of the contract, got 'odd' and ['full', 'swa']"),
+     "`group` of `handoffs` must be a cacheable group of the contract, "
+     "got 'odd' and ['full', 'swa']"),
     (lambda: save(handoffs=[Handoff("swa", 17, 1)]), ArgumentError,
-     "`handoffs` must end at a hash block that has a digest, got 17 tokens and hash blocks of 16"),
+     "`num_tokens` of `handoffs` must be a multiple of the hash block size above 0, "
+     "got 17 and 16"),
     (lambda: save(handoffs=[Handoff("swa", 80, 1)]), ArgumentError,
-     "`handoffs` must end at a hash block that has a digest, got 80 tokens and 4 digests of 16"),
+     "`num_tokens` of `handoffs` must be covered by the digests, "
+     "got 80 tokens and 4 digests of 16"),
     (lambda: save(handoffs=[Handoff("swa", 0, 1)]), ArgumentError,
-     "`handoffs` must end at a hash block that has a digest, got 0 tokens and hash blocks of 16"),
+     "`num_tokens` of `handoffs` must be a multiple of the hash block size above 0, "
+     "got 0 and 16"),
     (lambda: save(handoffs=[Handoff("swa", 16, 0)]), ArgumentError,
-     "`handoffs` must not name the null block, got 0"),
+     "`block_id` of `handoffs` must not be the null block, got 0"),
+    (lambda: ask().hand_over("odd", 16, 1), ArgumentError,
+     "`group` must be a cacheable group of the contract, got 'odd' and ['full', 'swa']"),
+    (lambda: ask().hand_over(None, 16, 1), TypeError,
+     "`group` must be an integer, got NoneType"),
+    (lambda: ask().hand_over(0, 10**30, 1), ArgumentError,
+     f"`num_tokens` must be from 0 to 4294967296, got {10**30}"),
+    (lambda: ask().hand_over(0, 17, 1), ArgumentError,
+     "`num_tokens` must be a multiple of the hash block size above 0, got 17 and 16"),
+    (lambda: ask().hand_over(0, 16, -1), ArgumentError, "`block_id` must be at least 0, got -1"),
+    (lambda: setattr(ask(), "hit", 5), TypeError, "`hit` must be a Hit or None, got int"),
+    (lambda: setattr(ask(), "mark", -1), ArgumentError,
+     "`mark` must be from 0 to 4294967296, got -1"),
+    (lambda: setattr(ask(), "mark", HIT), TypeError, "`mark` must be an integer, got Hit"),
+    (lambda: Renewals(clock=5), TypeError, "`clock` must be a function, got int"),
+    (lambda: Breaker(clock=None), TypeError, "`clock` must be a function, got NoneType"),
+    (lambda: PresenceMemo(clock=0.5), TypeError, "`clock` must be a function, got float"),
+    (lambda: AbsenceMemo(clock=0.5), TypeError, "`clock` must be a function, got float"),
+    (lambda: PresenceMemo(seconds=True), TypeError, "`seconds` must be a number, got bool"),
+    (lambda: CostModel(call=True), TypeError, "`call` must be a number, got bool"),
+    (lambda: Renewals(share="1"), TypeError, "`share` must be a number, got str"),
+    (lambda: diagnose(ask(), Empty(), progress=5), TypeError,
+     "`progress` must be a function, got int"),
+    (lambda: diagnose(ask(), 5), TypeError, "`store` must have `batch_is_exist`, got int"),
+    (lambda: diagnose(5, Empty()), TypeError,
+     "`request` must be a CacheRequest, which `contract.request` makes, got int"),
+    (lambda: diagnose(ask(), Empty(), policy=5), TypeError,
+     "`policy` must be a StorePolicy or None, got int"),
+    (lambda: look_near(CONTRACT, Empty(), [1], progress="x"), TypeError,
+     "`progress` must be a function, got str"),
+    (lambda: PlanTools(log=5), TypeError, "`log` must be a Logger or None, got int"),
+    (lambda: PlanTools(stats=None), TypeError, "`stats` must be True or False, got NoneType"),
     (lambda: MooncakePolicy(max_pieces=0), ArgumentError,
      "`max_pieces` must be at least 1, got 0"),
     (lambda: MooncakePolicy(staging=0), ArgumentError, "`staging` must be at least 1, got 0"),

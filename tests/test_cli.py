@@ -253,7 +253,7 @@ def test_python_m_kvmask_and_a_closed_pipe(tmp_path):
     words = [sys.executable, "-m", "kvmask", "explain", "--full", "64", "--hash-block", "64"]
     good = subprocess.run([*words, "--tokens", "64"], capture_output=True, text=True, timeout=60)
     assert good.returncode == 0, good.stderr
-    assert "group 0: full attention, blocks of 64, 1 blocks" in good.stdout
+    assert "group 0: full attention, blocks of 64, 1 block\n" in good.stdout
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as closed:

@@ -208,8 +208,16 @@ def test_places_that_are_described(write, capsys):
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        (["show", "nowhere.json"], 1, "No such file"),
-        (["diff", "nowhere.json", "nowhere.json"], 2, "No such file"),
+        (
+            ["show", "nowhere.json"],
+            1,
+            "`FILE` must name a readable file, got 'nowhere.json': No such",
+        ),
+        (
+            ["diff", "nowhere.json", "x"],
+            2,
+            "`FILE` must name a readable file, got 'nowhere.json': No",
+        ),
     ],
 )
 def test_files_that_are_not_there(capsys, words, status, message):

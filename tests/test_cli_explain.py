@@ -202,7 +202,7 @@ def test_a_dtype_that_is_not_known_is_said_so(tmp_path, capsys, dtype, note):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "must be a readable config.json"), ("[1]", "must hold one JSON object, got list")],
+    [("", "must name a readable config.json"), ("[1]", "must hold one JSON object, got list")],
 )
 def test_files_that_are_no_configs(tmp_path, capsys, text, message):
     path = tmp_path / "config.json"
@@ -215,11 +215,14 @@ def test_files_that_are_no_configs(tmp_path, capsys, text, message):
     ("words", "message"),
     [
         ("--config nowhere --full 16", "`--config` says which groups there are, got --full too"),
-        ("--config nowhere", "`--config` must be a readable config.json, got 'nowhere'"),
+        ("--config nowhere", "`--config` must name a readable config.json, got 'nowhere': No such"),
         ("--full 16 --block-size 16", "`--block-size` is for `--config`"),
         ("--full 16 --kv-bytes 2", "`--kv-bytes` is for `--config`"),
         ("", "`explain` needs `--config` or at least one of --full"),
-        ("--full 16 --svg /nowhere/x.svg", "No such file or directory"),
+        (
+            "--full 16 --svg /nowhere/x.svg",
+            "`--svg` must name a file that can be written, got '/nowhere/x.svg': No such file",
+        ),
     ],
 )
 def test_wrong_arguments(capsys, words, message):

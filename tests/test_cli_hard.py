@@ -75,7 +75,14 @@ def test_numbers_out_of_range_are_wrong_usage(capsys, words, message):
     ("words", "message"),
     [
         ("bench --tokens 100", "`--tokens` must be at least 256 for 'DeepSeek-V4', got 100"),
-        (f"{DRAW} --tokens 63", "`--tokens` must be at least 64, what hits are multiples of"),
+        (
+            f"{DRAW} --tokens 63",
+            "`--tokens` must be at least 64, because hits are multiples of that, got 63",
+        ),
+        (
+            f"{DRAW} --tokens 129 --start 128",
+            "`--start` must be less than the 128 tokens that are drawn, got 128",
+        ),
         (
             "explain --full 1 --hash-block 1 --tokens 4294967296",
             "`tokens` must give at most 268435456 blocks, got 4294967296",

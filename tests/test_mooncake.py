@@ -278,10 +278,15 @@ def test_memory_that_runs_out_names_both_sizes(monkeypatch, no_servers, huge):
     assert isinstance(caught.value.__cause__, MemoryError)
 
 
-@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "10", None])
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "10", None, True])
 def test_a_time_limit_that_is_none(timeout):
     with pytest.raises(ArgumentError, match="`timeout` must be a number of seconds above 0"):
         mooncake.connect(SETTINGS, timeout=timeout)
+    with (
+        pytest.raises(ArgumentError, match="`timeout` must be a number of seconds above 0"),
+        mooncake.local_master(timeout=timeout),
+    ):
+        pass
 
 
 def test_no_master_program(monkeypatch, tmp_path):
@@ -299,6 +304,16 @@ def test_no_master_program(monkeypatch, tmp_path):
     with (
         pytest.raises(ArgumentError, match="`lease_ms` must be at least 1, got 0"),
         mooncake.local_master(lease_ms=0),
+    ):
+        pass
+    with (
+        pytest.raises(TypeError, match="`lease_ms` must be an integer, got bool"),
+        mooncake.local_master(lease_ms=True),
+    ):
+        pass
+    with (
+        pytest.raises(TypeError, match="`args` must be a sequence of text, got '--v=1'"),
+        mooncake.local_master(args="--v=1"),
     ):
         pass
 

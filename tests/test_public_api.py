@@ -68,6 +68,7 @@ STAGES = {
     "switch": 0,
     "versions": 0,
     "_core": 1,
+    "checks": 1,
     "groups": 1,
     "arrays": 1,
     "coordinator": 2,

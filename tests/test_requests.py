@@ -130,6 +130,20 @@ def test_a_result_of_another_request_is_refused():
     assert one.loaded(loaded) is loaded
 
 
+def test_attributes_that_are_not_to_be_set_are_refused():
+    source, _ = pair()
+    request = source.request(digests(40), 640)
+    hit = source.kv.lookup(request)
+    assert request.hit is hit
+    request.hit = None
+    request.hit, request.mark = hit, np.int64(64)
+    assert (type(request.mark), request.mark) == (int, 64)
+    names = [name for name in dir(request) if not name.startswith("_")]
+    for name in {*names, "hits", "num_prompt_token"} - {"hit", "mark"}:
+        with pytest.raises(AttributeError):
+            setattr(request, name, 5)
+
+
 def test_a_result_of_the_other_kind_is_refused():
     source, _target = pair()
     request = source.request(digests(40), 641)

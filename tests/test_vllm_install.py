@@ -249,6 +249,23 @@ def test_entries_that_nobody_reads_are_named() -> None:
     known = {"lookup": "exact", "load_async": True, "cache_prefix": "", "enable_lookup": True}
     assert options.check_names({**known, "my_proxy_port": 1}) == ["my_proxy_port"]
     assert options.check_names(known) == []
+    text = options.said_of(["my_proxy_port", "deadline", "in_scheduler_lookups", "async"])
+    assert text.startswith("nobody reads 'my_proxy_port', 'deadline' (did you mean 'lookup_deadli")
+    assert "'async'" in text
+    assert "'async' (" not in text
+    assert text.endswith(", ".join(options.NAMES))
+    for name in options.NAMES:
+        assert options.said_of([f"{name}_2"]).count(f"(did you mean {name!r}") == 1
+
+
+def test_an_entry_that_is_far_from_an_option_is_warned_of_with_the_near_ones(
+    said: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(releases.StockConnector, "__init__", lambda self, *args: None)
+    with pytest.raises(AttributeError):  # vLLM's part of the connector is left out
+        kvmask.vllm.KVMaskStoreConnector(config(deadline=5), None, None)
+    (text,) = [text for level, text in said if level == "WARNING"]
+    assert text.startswith("nobody reads 'deadline' (did you mean 'lookup_deadline_ms'")
 
 
 def test_a_method_that_somebody_else_replaced_is_left_alone(

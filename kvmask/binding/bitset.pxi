@@ -285,7 +285,7 @@ cdef class Bitset:
         """How many bits are set (or, with ``value=False``, clear).
 
         Args:
-            value: True, False, or what equals one of them; of anything else there is none.
+            value: True, False, or what equals one of them; anything else is counted 0 times.
 
         >>> Bitset.from_indices(70, [0, 64, 69]).count()
         3
@@ -306,7 +306,7 @@ cdef class Bitset:
             stop: The position after the last one; None: to the end.
 
         Raises:
-            ValueError: There is none.
+            ValueError: No bit is equal to it.
         """
         cdef Py_ssize_t low, high, step
         cdef int64_t found

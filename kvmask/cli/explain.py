@@ -31,6 +31,15 @@ def describe(group: Group) -> str:
     return text if group.prefix_cacheable else text + ", not cacheable"
 
 
+def counted(number: int, what: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "block"), counted(2, "block")
+    ('1 block', '2 blocks')
+    """
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def draw_mask(
     mask: Sequence[bool] | None, num_blocks: int, width: int = 64, first_block: int = 0
 ) -> str:
@@ -206,7 +215,7 @@ def draw(picture: Picture, width: int, paint: Paint, details: Sequence[str] = ()
     for g, group in enumerate(picture.coord.groups):
         total = picture.blocks[g]
         more = f"; {details[g]}" if details and details[g] else ""
-        lines += ["", f"group {g}: {describe(group)}, {total} blocks{more}"]
+        lines += ["", f"group {g}: {describe(group)}, {counted(total, 'block')}{more}"]
         for row in picture.rows[g]:
             drawn = paint(draw_mask(row.mask, total, width, row.first), COLOURS[row.name])
             lines.append(f"  {row.name:6} {drawn}  {row.used} of {row.count}")

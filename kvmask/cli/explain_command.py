@@ -7,7 +7,8 @@ from typing import Any
 
 from kvmask.cli.commands import add_command
 from kvmask.cli.demo import table
-from kvmask.cli.explain import draw, picture_of, savings, size_text
+from kvmask.cli.explain import counted, draw, picture_of, savings, size_text
+from kvmask.cli.files import unusable
 from kvmask.cli.models import Layers, Model, model_of, read_config
 from kvmask.cli.numbers import natural, number, positive
 from kvmask.cli.options import GROUPS, add_group_options, common_block, flag_eagle, make_groups
@@ -40,7 +41,7 @@ def _details(layers: Layers) -> str:
     """What is said of a group of a model."""
     what = f" of {layers.what}" if layers.what else ""
     size = "" if layers.block_bytes is None else f", {size_text(layers.block_bytes)} per block"
-    return f"{layers.count} layer{'s' if layers.count > 1 else ''}{what}{size}"
+    return f"{counted(layers.count, 'layer')}{what}{size}"
 
 
 def run_explain(args: argparse.Namespace) -> int:
@@ -62,8 +63,13 @@ def run_explain(args: argparse.Namespace) -> int:
     )
     if args.tokens < coord.hit_alignment:
         raise ArgumentError(
-            f"`--tokens` must be at least {coord.hit_alignment}, what hits are multiples of, "
-            f"got {args.tokens}"
+            f"`--tokens` must be at least {coord.hit_alignment}, because hits are multiples of "
+            f"that, got {args.tokens}"
+        )
+    drawn = coord.align(args.tokens)
+    if args.start >= drawn:
+        raise ArgumentError(
+            f"`--start` must be less than the {drawn} tokens that are drawn, got {args.start}"
         )
     picture = picture_of(
         coord,
@@ -75,8 +81,12 @@ def run_explain(args: argparse.Namespace) -> int:
     details = () if model is None else tuple(map(_details, model.layers))
     name = "" if model is None else model.name
     if args.svg is not None:
-        with open(args.svg, "w", encoding="utf-8") as file:
-            file.write(svg(picture, name, details))
+        text = svg(picture, name, details)
+        try:
+            with open(args.svg, "w", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise unusable("--svg", "name a file that can be written", args.svg, error) from None
     if model is not None:
         print(f"{name}: {'; '.join(model.notes)}")
     print(draw(picture, args.width or picture_width(_BESIDE), Paint(), details))

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvmask._core import BlockHashes
+from kvmask._core import BlockHashes, shown
 from kvmask.cli.commands import add_command
+from kvmask.cli.files import unusable
 from kvmask.cli.numbers import natural, positive
 from kvmask.errors import ArgumentError, KeyFormatError, KeyFormatWarning
 from kvmask.hashing.chain import ALGORITHMS, hash_tokens, start_hash
@@ -69,10 +70,8 @@ def read_tokens(path: str) -> list[int]:
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(
-            "`--tokens` must name a readable file, or be a list such as 1,2,3, "
-            f"got {shorten(path)}: {getattr(error, 'strerror', None) or error}"
-        ) from None
+        rule = "name a readable file, or be a list such as 1,2,3"
+        raise unusable("--tokens", rule, path, error) from None
     values: Any
     if text.lstrip()[:1] in ("[", "{", '"'):
         try:
@@ -93,13 +92,7 @@ def token_id(value: object, i: int) -> int:
         return value
     if isinstance(value, str) and re.fullmatch(r"-?\d{1,30}", value, re.ASCII):
         return int(value)
-    raise ArgumentError(f"`--tokens` must hold integers, got {shorten(value)} at index {i}")
-
-
-def shorten(value: object) -> str:
-    """A value as a message quotes it."""
-    shown = repr(value)
-    return shown if len(shown) <= 200 else f"{shown[:40]}..."
+    raise ArgumentError(f"`--tokens` must hold integers, got {shown(value)} at index {i}")
 
 
 def schema_fields(engine: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmask._core import check_integer
+from kvmask.cli.files import unusable
 from kvmask.errors import ArgumentError
 from kvmask.groups import ChunkedLocal, FullAttention, Group, Mamba, SlidingWindow
 
@@ -124,9 +125,7 @@ def read_config(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ArgumentError(
-            f"`--config` must be a readable config.json, got {os.fspath(path)!r}: {error}"
-        ) from None
+        raise unusable("--config", "name a readable config.json", path, error) from None
     if not isinstance(values, dict):
         raise ArgumentError(
             f"`--config` must hold one JSON object, got {type(values).__name__} in "

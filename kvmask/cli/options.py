@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvmask.cli.files import unusable
 from kvmask.cli.key import ENGINES, make_schema
 from kvmask.cli.numbers import natural, number, positive
 from kvmask.contract import Contract
@@ -90,13 +91,13 @@ def add_group_options(parser: Any) -> None:
         "--hash-block",
         type=positive,
         metavar="TOKENS",
-        help="tokens per block hash; default: what divides the blocks of all groups",
+        help="tokens per block hash; default: the greatest common divisor of all blocks",
     )
     parser.add_argument(
         "--alignment",
         type=positive,
         metavar="TOKENS",
-        help="what hits are multiples of; default: what all blocks divide",
+        help="hits are multiples of it; default: the least common multiple of all blocks",
     )
     parser.add_argument("--partial", action="store_true", help="hits may end inside a block")
     parser.set_defaults(groups=None)
@@ -147,10 +148,21 @@ _OF_A_CONTRACT: dict[str, Any] = {
 }
 
 
-def read_contract(path: str, seed: str | None = None) -> Contract:
-    """The contract of a file. Of several files an error says which one is wrong."""
+def read_contract(path: str, seed: str | None = None, name: str = "--contract") -> Contract:
+    """The contract of a file. Of several files an error says which one is wrong.
+
+    Args:
+        path: The file.
+        seed: The hash seed, where the file does not hold it.
+        name: The option or argument that names the file.
+
+    Raises:
+        ArgumentError: It cannot be read, or holds no contract.
+    """
     try:
         return Contract.read(path, seed=seed)
+    except OSError as error:
+        raise unusable(name, "name a readable file", path, error) from None
     except (KVMaskError, TypeError) as error:
         raise ArgumentError(f"{path}: {error}") from error
 

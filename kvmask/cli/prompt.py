@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kvmask.cli.files import unusable
 from kvmask.cli.key import read_tokens
 from kvmask.errors import ArgumentError, MissingDependencyError
 
@@ -59,12 +60,12 @@ def prompt_tokens(args: argparse.Namespace) -> list[int]:
 
 
 def _read_text(path: str) -> str:
+    if path == "-" and sys.stdin is None:
+        raise ArgumentError("`--text-file` must be readable, got - and a closed standard input")
     try:
         return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, AttributeError) as error:
-        raise ArgumentError(
-            f"`--text-file` must name a readable file, got {path!r}: {error}"
-        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise unusable("--text-file", "name a readable file", path, error) from None
 
 
 def tokenize(text: str, path: str, *, special: bool = True) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
-from kvmask.cli.explain import Picture, Row, describe, heading
+from kvmask.cli.explain import Picture, Row, counted, describe, heading
 
 _WIDTH, _LEFT, _RIGHT = 760, 62, 118
 _CELL, _GAP, _LINE = 14, 5, 20
@@ -98,7 +98,7 @@ def svg(picture: Picture, title: str = "", details: tuple[str, ...] = ()) -> str
     for g, group in enumerate(picture.coord.groups):
         top += _GAP
         more = f"; {details[g]}" if details and details[g] else ""
-        text = f"group {g}: {describe(group)}, {picture.blocks[g]} blocks{more}"
+        text = f"group {g}: {describe(group)}, {counted(picture.blocks[g], 'block')}{more}"
         longest = max(longest, len(text))
         parts.append(f'<text x="4" y="{top + 12}">{escape(text)}</text>')
         top += _LINE

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvmask._core import Bitset
 from kvmask.cli.commands import add_command
-from kvmask.cli.explain import describe, draw_mask
+from kvmask.cli.explain import counted, describe, draw_mask
 from kvmask.cli.numbers import number
 from kvmask.cli.options import add_contract_options, contract_of
 from kvmask.cli.prompt import add_prompt_options, prompt_tokens
@@ -64,7 +64,8 @@ def tries_of(pairs: Sequence[str] | None) -> list[dict[str, str]]:
 def draw_group(view: GroupView, width: int, paint: Paint) -> list[str]:
     """One group: what the hit needs of it, what is there, what is missing, what it rests on."""
     shown = "" if view.name == str(view.index) else f" {view.name!r}"
-    lines = [f"group {view.index}{shown}: {describe(view.group)}, {len(view.needed)} blocks"]
+    blocks = counted(len(view.needed), "block")
+    lines = [f"group {view.index}{shown}: {describe(view.group)}, {blocks}"]
     if not view.group.prefix_cacheable:
         return lines
     for name, colour in _ROWS:
@@ -79,7 +80,7 @@ def draw_group(view: GroupView, width: int, paint: Paint) -> list[str]:
         painted = paint(picture, colour) if colour else picture
         lines.append(f"  {_LABELS.get(name, name):8} {painted}  {text}")
     if view.inside:
-        lines.append(f"  and {view.inside} keys of parts of blocks")
+        lines.append(f"  and {counted(view.inside, 'key')} of parts of blocks")
     lines += [f"  {line}" for line in _shard_lines(view)]
     return lines
 
@@ -101,7 +102,7 @@ def _shard_lines(view: GroupView, most: int = 8) -> list[str]:
             f"{shard.name}: {shard.present.count()} of {wanted}, missing {runs_text(lack, 3)}"
         )
     if len(poor) > most:
-        lines.append(f"and {len(poor) - most} more ranks")
+        lines.append(f"and {counted(len(poor) - most, 'more rank')}")
     return lines
 
 
@@ -124,7 +125,8 @@ def draw(found: Diagnosis, width: int, paint: Paint) -> str:
     ]
     if found.unknown_keys:
         lines.append(
-            f"The store gave no usable answer to {found.unknown_keys} keys: they count as missing."
+            f"The store gave no usable answer to {counted(found.unknown_keys, 'key')}: "
+            "that counts as missing."
         )
     return "\n".join(lines)
 
@@ -132,7 +134,7 @@ def draw(found: Diagnosis, width: int, paint: Paint) -> str:
 def draw_near(tries: Sequence[Near], left: int, length: int, paint: Paint) -> str:
     """The tries as text: those that found something, then how many did not."""
     keys = sum(near.asked for near in tries)
-    lines = [f"near: {len(tries)} others tried, {keys} keys"]
+    lines = [f"near: {len(tries)} tried, {counted(keys, 'key')} asked"]
     hits = [near for near in tries if near.length or near.present or not near.decided]
     for near in sorted(hits, key=lambda near: -near.length):
         if not near.decided:
@@ -141,7 +143,7 @@ def draw_near(tries: Sequence[Near], left: int, length: int, paint: Paint) -> st
             text = f"a hit of {near.length}"
             text = paint(text, "green") if near.length > length else text
         else:
-            text = f"no hit, though {near.present} keys are there"
+            text = f"no hit, though {near.present} of {counted(near.asked, 'key')} asked are there"
         lines.append(f"  {near.name}: {text}")
     if not hits:
         lines.append("  none of them has anything")

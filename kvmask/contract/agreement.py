@@ -445,7 +445,7 @@ class Contract(Portable):
             other: The other contract.
 
         Returns:
-            What shapes keys or bytes first. When there is none of it, the fingerprints are equal.
+            What shapes keys or bytes first. Without any of it the fingerprints are equal.
 
         >>> from kvmask.groups import FullAttention
         >>> mine = Contract([FullAttention(16)], 16, StrictKeys("m"))

@@ -144,7 +144,7 @@ def block_extra_keys(
         block_size: Tokens per hash block.
         adapter: Name and path of the LoRA adapter. The path is left out before 0.32.
         media: Media in the order of their offsets.
-        cache_salt: The request's salt; empty is none.
+        cache_salt: The request's salt; an empty one counts as no salt.
         prompt_embeds: SHA-256 digests of the embeddings of the blocks from ``first_block`` on.
         release: vLLM release whose form to use.
         first_block: Index of the first of the blocks in the request.

@@ -159,7 +159,7 @@ class StrictKeys(KeySchema):
             digest: 16 hex digits.
 
         Raises:
-            ArgumentError: It is none.
+            ArgumentError: It is not 16 hex digits.
 
         >>> StrictKeys("m").with_facts_digest("0123456789abcdef").prefix
         'kvm1@m@@@0123456789abcdef@tp0@pcp0@dcp0@pp0@g0'

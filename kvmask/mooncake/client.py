@@ -3,13 +3,13 @@
 import contextlib
 import dataclasses
 import importlib
-import math
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvmask.checks import check_timeout
 from kvmask.errors import ArgumentError, MissingDependencyError, StoreError
 from kvmask.mooncake.address import advertised_address, check_hostname, masked
 from kvmask.mooncake.codes import code_name
@@ -151,8 +151,7 @@ def connect(
     Warns:
         StoreConfigWarning: A setting was mended, or vLLM's reader takes it otherwise.
     """
-    if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
-        raise ArgumentError(f"`timeout` must be a number of seconds above 0, got {timeout!r}")
+    check_timeout(timeout)
     config = _resolve(source, segment_bytes, buffer_bytes)
     if hostname is not None:
         hostname = check_hostname(hostname, "hostname")

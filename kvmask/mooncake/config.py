@@ -299,7 +299,8 @@ class StoreConfig:
             values = json.loads(Path(path).read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
             raise ArgumentError(
-                f"the settings must be a readable JSON file, got {os.fspath(path)!r}: {error}"
+                f"the settings must be a readable JSON file, got {os.fspath(path)!r}: "
+                f"{getattr(error, 'strerror', None) or error}"
             ) from error
         if not isinstance(values, dict):
             raise ArgumentError(

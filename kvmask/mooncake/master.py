@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from kvmask.errors import ArgumentError, MissingDependencyError, StoreError
+from kvmask._core import check_integer, shown
+from kvmask.checks import check_timeout
+from kvmask.errors import MissingDependencyError, StoreError
 from kvmask.mooncake.hints import APT_HINT, PIP_HINT
 
 if TYPE_CHECKING:
@@ -168,15 +170,19 @@ def local_master(
     Raises:
         MissingDependencyError: There is no such program.
         StoreError: The master ended at its start, or did not answer. The message ends with its log.
-        ArgumentError: `lease_ms` is not a positive number.
+        ArgumentError: `lease_ms` is below 1, or `timeout` is no number of seconds above 0.
+        TypeError: An argument is of another kind.
     """
     import shutil
     import tempfile
 
     from kvmask.mooncake.process import stop
 
-    if lease_ms is not None and (not isinstance(lease_ms, int) or lease_ms < 1):
-        raise ArgumentError(f"`lease_ms` must be at least 1, got {lease_ms!r}")
+    if lease_ms is not None:
+        lease_ms = check_integer(lease_ms, "lease_ms")
+    if isinstance(args, str | bytes) or not all(isinstance(arg, str) for arg in args):
+        raise TypeError(f"`args` must be a sequence of text, got {shown(args)}")
+    check_timeout(timeout)
     path = find_master() if program is None else Path(shutil.which(program) or program)
     if path is None:
         raise MissingDependencyError(f"no mooncake_master program found; {PIP_HINT}")

@@ -3,6 +3,7 @@
 from kvmask.plans.breaker import Breaker
 from kvmask.plans.calls import EXISTS, GET, PUT, WAIT, Call, Guard, Plan, Store, drive
 from kvmask.plans.costs import DEFAULT_COSTS, CostModel
+from kvmask.plans.handoffs import Handoff
 from kvmask.plans.held import Held
 from kvmask.plans.load import LoadPlan
 from kvmask.plans.lookup import STRATEGIES, LookupPlan
@@ -17,7 +18,7 @@ from kvmask.plans.policy import (
     StorePolicy,
 )
 from kvmask.plans.renew import Renewals
-from kvmask.plans.results import BlockFailure, Handoff, LoadResult, SaveResult
+from kvmask.plans.results import BlockFailure, LoadResult, SaveResult
 from kvmask.plans.save import SavePlan
 from kvmask.plans.scheme import Addresses, GroupScheme, Scheme
 from kvmask.plans.tools import PlanTools

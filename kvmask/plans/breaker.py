@@ -11,10 +11,9 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from numbers import Real
-from typing import Any
 
 from kvmask._core import shown
+from kvmask.checks import check_function, check_number
 from kvmask.errors import ArgumentError, StoreError
 
 
@@ -33,6 +32,7 @@ class Breaker:
 
     Raises:
         ArgumentError: A number is out of range.
+        TypeError: An argument is of another kind.
 
     >>> Breaker(seconds=5.0).open
     False
@@ -43,9 +43,8 @@ class Breaker:
     def __init__(
         self, seconds: float = 10.0, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        given: Any = seconds
-        if isinstance(given, bool) or not isinstance(given, Real):
-            raise TypeError(f"`seconds` must be a number, got {type(given).__name__}")
+        check_number(seconds, "seconds")
+        check_function(clock, "clock")
         if not 0 < seconds < math.inf:
             raise ArgumentError(f"`seconds` must be more than 0 and finite, got {shown(seconds)}")
         self.seconds = seconds

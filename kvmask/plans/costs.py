@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import TYPE_CHECKING
 
 from kvmask._core import check_integer, shown
+from kvmask.checks import check_number
 from kvmask.errors import ArgumentError, StoreError
 
 if TYPE_CHECKING:
@@ -49,10 +49,7 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for name in ("call", "missing", "present", "miss_rate"):
-            if not isinstance(getattr(self, name), Real):
-                raise TypeError(
-                    f"`{name}` must be a number, got {type(getattr(self, name)).__name__}"
-                )
+            check_number(getattr(self, name), name)
         for name in ("call", "missing", "present"):
             given = getattr(self, name)
             if not given > 0:

@@ -235,7 +235,8 @@ class LoadPlan(BlockPlan):
         return news
 
     def _feed_renewal(self, given: list[int]) -> tuple[BlockFailure, ...]:
-        """Take the answer to an existence call; it says nothing unless it is none."""
+        """Take the answer to a renewal. What it says of the keys does not matter here, only whether
+        the store answered."""
         self._heard(given)
         if self._outage is not None:
             self._fail_call(EXISTS, self._outage)

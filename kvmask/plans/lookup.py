@@ -56,8 +56,8 @@ class LookupPlan:
         hashes: One digest for every full hash block of the request.
         num_tokens: Tokens of the request. The last one is always left to compute.
         held: What the engine holds itself: tokens for all groups, or per group tokens or a Bitset
-            over its blocks (see `kvmask.plans.held`). Those blocks are not asked for, and a hit
-            that does not reach past the engine's own is none.
+            over its blocks (see `kvmask.plans.held`). Those blocks are not asked for. A hit must be
+            longer than what the engine holds; otherwise its length is 0.
         strategy: ``"staged"`` or ``"exact"``.
         tools: Policy, hints, memos and counters; neutral ones by default.
 

@@ -18,10 +18,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from numbers import Real
-from typing import Any
 
 from kvmask._core import check_integer, shown
+from kvmask.checks import check_function, check_number
 from kvmask.errors import ArgumentError
 
 
@@ -35,6 +34,7 @@ class KeyMemo:
 
     Raises:
         ArgumentError: A number is out of range.
+        TypeError: An argument is of another kind.
     """
 
     def __init__(
@@ -43,9 +43,8 @@ class KeyMemo:
         capacity: int = 1 << 17,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        given: Any = seconds
-        if not isinstance(given, Real):
-            raise TypeError(f"`seconds` must be a number, got {type(given).__name__}")
+        check_number(seconds, "seconds")
+        check_function(clock, "clock")
         if not seconds > 0:
             raise ArgumentError(f"`seconds` must be more than 0, got {shown(seconds)}")
         check_integer(capacity, "capacity")
@@ -112,6 +111,7 @@ class PresenceMemo(KeyMemo):
 
     Raises:
         ArgumentError: A number is out of range.
+        TypeError: An argument is of another kind.
 
     >>> memo = PresenceMemo(seconds=1.0)
     >>> memo.add(["a"])
@@ -138,6 +138,7 @@ class AbsenceMemo(KeyMemo):
 
     Raises:
         ArgumentError: A number is out of range.
+        TypeError: An argument is of another kind.
 
     >>> memo = AbsenceMemo(seconds=30.0)
     >>> memo.add(["a"])

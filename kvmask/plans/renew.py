@@ -23,10 +23,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from numbers import Real
 from typing import Any
 
 from kvmask._core import Bitset, BlockHashes, HitEnds, build_keys, check_integer, shown
+from kvmask.checks import check_function, check_number
 from kvmask.coordinator import Hit
 from kvmask.errors import ArgumentError
 from kvmask.plans.held import Held
@@ -65,7 +65,7 @@ class Renewals:
 
     Raises:
         ArgumentError: A number is out of range.
-        TypeError: One is no number.
+        TypeError: An argument is of another kind.
     """
 
     def __init__(
@@ -76,10 +76,9 @@ class Renewals:
         pending: int = 64,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        for value, name in ((interval, "interval"), (share, "share")):
-            given: Any = value
-            if isinstance(given, bool) or not isinstance(given, Real):
-                raise TypeError(f"`{name}` must be a number, got {type(given).__name__}")
+        check_number(interval, "interval")
+        check_number(share, "share")
+        check_function(clock, "clock")
         if not 0 < interval <= sys.float_info.max:
             raise ArgumentError(f"`interval` must be more than 0 and finite, got {shown(interval)}")
         if not 0 <= share <= 1:

@@ -8,25 +8,6 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Handoff:
-    """A block that an engine hands over to be saved under the digest of its own token boundary.
-
-    Recurrent states are saved so where the block table does not keep them, and blocks that a
-    partial hit ends in.
-
-    Attributes:
-        group: Index or name of the group.
-        num_tokens: The boundary: the block holds the state at, or the tokens up to, this length. A
-            multiple of the hash block size.
-        block_id: The block.
-    """
-
-    group: int | str
-    num_tokens: int
-    block_id: int
-
-
-@dataclass(frozen=True, slots=True)
 class BlockFailure:
     """One key that was not moved.
 

@@ -17,13 +17,14 @@ from kvmask._core import (
     read_answers,
 )
 from kvmask.errors import ArgumentError, PlanStateError
-from kvmask.plans.blocks import BlockPlan, Entries, Rows, block_tables, check_tokens
+from kvmask.plans.blocks import BlockPlan, Entries, Rows, block_tables
 from kvmask.plans.calls import EXISTS, PUT, WAIT, Call, new_call
+from kvmask.plans.handoffs import Handoff, check_handoff, listed, note_handoff
 from kvmask.plans.held import Held, held_of
 from kvmask.plans.lookup import check_digests
 from kvmask.plans.policy import CALL_FAILED, NOT_TRIED
-from kvmask.plans.results import BlockFailure, Handoff, SaveResult, quarantine
-from kvmask.plans.scheme import GroupScheme, Scheme
+from kvmask.plans.results import BlockFailure, SaveResult, quarantine
+from kvmask.plans.scheme import GroupScheme
 from kvmask.plans.tools import PlanTools
 
 
@@ -130,7 +131,7 @@ class SavePlan(BlockPlan):
                 if mask is not None and type(mask) is not Bitset:
                     mask = Bitset.from_bools(mask)
                 self._plan_group(group, mask, tails[g] if tails else None, rows[g])
-        handed = () if type(handoffs) is tuple and not handoffs else _listed(handoffs)
+        handed = () if type(handoffs) is tuple and not handoffs else listed(handoffs)
         known: dict[tuple[int, int], int] = {}
         for handoff in handed:
             self._hand_over(handoff, known)
@@ -191,16 +192,24 @@ class SavePlan(BlockPlan):
 
     def _hand_over(self, handoff: Handoff, known: dict[tuple[int, int], int]) -> None:
         """Add a block that an engine hands over, when it is this rank's to write."""
-        group, boundary, block_id = check_handoff(self._scheme, handoff)
+        group, boundary, block_id = check_handoff(
+            self._scheme,
+            handoff.group,
+            handoff.num_tokens,
+            handoff.block_id,
+            " of `handoffs`",
+        )
         note_handoff(known, group, boundary, block_id)
         unit = self._scheme.coord.hash_block_size
         if boundary // unit > len(self._hashes):
             raise ArgumentError(
-                "`handoffs` must end at a hash block that has a digest, "
+                "`num_tokens` of `handoffs` must be covered by the digests, "
                 f"got {boundary} tokens and {len(self._hashes)} digests of {unit}"
             )
         if block_id == self._tools.null_block:
-            raise ArgumentError(f"`handoffs` must not name the null block, got {block_id}")
+            raise ArgumentError(
+                f"`block_id` of `handoffs` must not be the null block, got {block_id}"
+            )
         block = -(-boundary // group.block_size) - 1
         if group.own and block % group.writers == group.turn:
             self._add(group, None, 0, [], (block, block_id, boundary))
@@ -490,67 +499,8 @@ class SavePlan(BlockPlan):
         )
 
 
-def check_handoff(scheme: Scheme, handoff: Any) -> tuple[GroupScheme, int, int]:
-    """The group, the boundary in tokens and the block of a hand-off, checked.
-
-    Raises:
-        ArgumentError: There is no such cacheable group, or a number is out of range.
-        TypeError: It is no Handoff, or a number is no integer.
-    """
-    if not isinstance(handoff, Handoff):
-        raise TypeError(f"`handoffs` must hold Handoff, got {type(handoff).__name__}")
-    given = handoff.group
-    if not isinstance(given, str):
-        given = check_integer(given, "the group of `handoffs`", 0)
-    groups, unit = scheme.groups, scheme.coord.hash_block_size
-    known = [g for g in groups if given in (g.index, g.name) and g.cacheable]
-    if not known:
-        raise ArgumentError(
-            "`handoffs` must name cacheable groups of the contract, "
-            f"got {given!r} and {[g.name for g in groups if g.cacheable]}"
-        )
-    boundary = check_tokens(handoff.num_tokens, "handoffs")
-    if boundary == 0 or boundary % unit:
-        raise ArgumentError(
-            "`handoffs` must end at a hash block that has a digest, "
-            f"got {boundary} tokens and hash blocks of {unit}"
-        )
-    return known[0], boundary, check_integer(handoff.block_id, "the block of `handoffs`", 0)
-
-
-def note_handoff(
-    known: dict[tuple[int, int], int], group: GroupScheme, boundary: int, block_id: int
-) -> None:
-    """Note the block of a boundary.
-
-    Args:
-        known: Per index of the group and boundary the block that was handed over.
-        group: The group.
-        boundary: Tokens.
-        block_id: The block.
-
-    Raises:
-        ArgumentError: Another block was handed over for it.
-    """
-    first = known.setdefault((group.index, boundary), block_id)
-    if first != block_id:
-        raise ArgumentError(
-            "`block_id` must be the one block of its boundary, "
-            f"got {block_id} after {first} for {boundary} tokens of group {group.name!r}"
-        )
-
-
 def _check_masks(masks: Any, groups: int) -> None:
     if not isinstance(masks, tuple | list):
         raise TypeError(f"`masks` must be a sequence of masks, got {type(masks).__name__}")
     if len(masks) != groups:
         raise ArgumentError(f"`masks` must hold one mask per group, got {len(masks)} and {groups}")
-
-
-def _listed(handoffs: Any) -> list[Handoff]:
-    try:
-        return list(handoffs)
-    except TypeError:
-        raise TypeError(
-            f"`handoffs` must be a sequence of Handoff, got {type(handoffs).__name__}"
-        ) from None

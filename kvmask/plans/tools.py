@@ -30,7 +30,7 @@ class PlanTools:
         breaker: Remembers that the store does not answer; while it does, plans fail without a
             call. True makes one, None keeps none. Tools of one store share it.
         null_block: The id of a block table's empty entry, which is never transferred; None when
-            there is none.
+            block tables have no empty entry.
         guard: Makes puts and gets in place of the store: bounce memory and seals. `KVTransfer`
             makes one for its own memory.
         stats: False keeps no counters.
@@ -81,6 +81,8 @@ class PlanTools:
             (memo, PresenceMemo | None, "memo", "a PresenceMemo or None"),
             (failed_loads, AbsenceMemo | None, "failed_loads", "an AbsenceMemo or None"),
             (breaker, Breaker | bool | None, "breaker", "a Breaker, a bool or None"),
+            (stats, bool, "stats", "True or False"),
+            (log, logging.Logger | None, "log", "a Logger or None"),
         )
         for thing, kind, name, shown in kinds:
             if not isinstance(thing, kind):

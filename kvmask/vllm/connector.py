@@ -178,7 +178,7 @@ class KVMaskStoreConnector(StockConnector):  # type: ignore[misc]
         placed = _fitting(options.check_on_unknown(extra.get("on_unknown", "stock")))
         contract = agreement.check_option(extra.get("contract"))
         if unread:
-            logger.warning("Nobody reads these entries of kv_connector_extra_config: %s", unread)
+            logger.warning("%s", options.said_of(unread))
         self._kvmask_asks = False
         self._kvmask_lookups: scheduling.SchedulerLookups | None = None
         super().__init__(vllm_config, role, kv_cache_config)

@@ -170,7 +170,7 @@ def _get(thread: Any, req_id: str, plan: LoadPlan, call: Call) -> None:
 def _every_block(thread: Any, meta: Any) -> list[int]:
     """All blocks that a load may have been meant to fill.
 
-    The null block is none: it stands for what is out of a window's reach.
+    The null block is not among them: it stands for what is out of a window's reach.
     """
     skip = _skip(thread, meta)
     return [

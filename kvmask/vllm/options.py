@@ -55,6 +55,31 @@ def check_names(extra: Mapping[str, Any]) -> list[str]:
     return unread
 
 
+def said_of(unread: Iterable[str]) -> str:
+    """What the log says of entries that nobody reads: what each may have been meant as, and all
+    that there are.
+
+    >>> said_of(["deadline"])[:81]
+    "nobody reads 'deadline' (did you mean 'lookup_deadline_ms'?) of kv_connector_extra"
+    """
+    names = []
+    for name in unread:
+        near = " or ".join(repr(other) for other in _near(name))
+        names.append(f"{name!r} (did you mean {near}?)" if near else repr(name))
+    return (
+        f"nobody reads {', '.join(names)} of kv_connector_extra_config; kvmask's own entries are "
+        f"{', '.join(NAMES)}"
+    )
+
+
+def _near(name: str, most: int = 2) -> list[str]:
+    """Options that a name is like, or shares a word with."""
+    words = {word for word in re.split(r"[\W_]+", name.lower()) if len(word) > 3}
+    shared = [other for other in NAMES if words & set(other.split("_"))]
+    like = difflib.get_close_matches(name.lower(), NAMES, n=most, cutoff=0.5)
+    return list(dict.fromkeys([*like, *shared]))[:most]
+
+
 def unknown_names(extra: Mapping[str, Any]) -> list[str]:
     """Names that nobody is known to read."""
     rest = [str(name) for name in extra if name not in NAMES]

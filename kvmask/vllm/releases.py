@@ -203,7 +203,7 @@ def current() -> Release:
     """The release whose functions the installed vLLM has.
 
     Raises:
-        UnsupportedReleaseError: It is none of the known ones; the message names what changed.
+        UnsupportedReleaseError: It is no known release; the message names what changed.
     """
     found = _found[0] if _found else fitting()
     return _KNOWN[found.release]

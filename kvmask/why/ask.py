@@ -7,12 +7,13 @@ from itertools import product
 from typing import Any
 
 from kvmask._core import Bitset, build_keys, read_answers
+from kvmask.checks import check_function
 from kvmask.contract import Contract
 from kvmask.coordinator import Coordinator
 from kvmask.errors import StoreError
 from kvmask.mooncake.policy import MooncakePolicy
 from kvmask.plans.breaker import no_answer
-from kvmask.plans.calls import Store
+from kvmask.plans.calls import EXISTS, Store
 from kvmask.plans.lookup import LookupPlan
 from kvmask.plans.policy import StorePolicy
 from kvmask.ranks import Namespace, RankGrid
@@ -23,6 +24,20 @@ from kvmask.why.report import Diagnosis, GroupView, Shard
 #: Keys of one call. Small enough to show progress, large enough that calls do not count.
 BATCH = 8192
 Progress = Callable[[int, int], None]
+
+
+def check_questions(store: Any, policy: Any, progress: Any) -> None:
+    """Refuse what is no store, no policy or no function.
+
+    Raises:
+        TypeError: One of them is of another kind.
+    """
+    if not callable(getattr(store, EXISTS, None)):
+        raise TypeError(f"`store` must have `{EXISTS}`, got {type(store).__name__}")
+    if not isinstance(policy, StorePolicy | None):
+        raise TypeError(f"`policy` must be a StorePolicy or None, got {type(policy).__name__}")
+    if progress is not None:
+        check_function(progress, "progress")
 
 
 def ask_keys(
@@ -79,6 +94,7 @@ def diagnose(
 
     Raises:
         StoreError: The store does not answer.
+        TypeError: An argument is of another kind.
 
     >>> from kvmask import Contract, FullAttention, StrictKeys
     >>> request = Contract([FullAttention(16)], 16, StrictKeys("m")).request(range(33))
@@ -87,6 +103,12 @@ def diagnose(
     >>> diagnose(request, Empty()).length
     0
     """
+    check_questions(store, policy, progress)
+    if not isinstance(request, CacheRequest):
+        raise TypeError(
+            "`request` must be a CacheRequest, which `contract.request` makes, "
+            f"got {type(request).__name__}"
+        )
     agreed: Any = request.contract
     contract: Contract = getattr(agreed, "contract", agreed)  # also where it is bound to memory
     policy = MooncakePolicy() if policy is None else policy

@@ -26,7 +26,7 @@ from kvmask.plans.costs import CostModel
 from kvmask.plans.lookup import LookupPlan
 from kvmask.plans.policy import StorePolicy
 from kvmask.plans.tools import PlanTools
-from kvmask.why.ask import ask_all
+from kvmask.why.ask import ask_all, check_questions
 
 #: Keys that all tries together may ask for.
 MAX_KEYS = 4096
@@ -264,8 +264,10 @@ def look_near(
     Raises:
         ArgumentError: A change of ``tries`` is not known or does not fit.
         StoreError: The store does not answer.
+        TypeError: An argument is of another kind.
     """
     check_integer(max_keys, "max_keys", 1)
+    check_questions(store, policy, progress)
     policy = MooncakePolicy() if policy is None else policy
     tools = PlanTools(costs=_COSTS, stats=False, log=None)
     seen = {_identity(contract, extra_keys is not None)}

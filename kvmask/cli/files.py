@@ -1,0 +1,28 @@
+"""What a command says of a file that it cannot read or write."""
+
+from __future__ import annotations
+
+import os
+
+from kvmask._core import shown
+from kvmask.errors import ArgumentError
+
+
+def why(error: Exception) -> str:
+    """What is wrong, without the number of the error and the name of the file."""
+    return str(getattr(error, "strerror", None) or error)
+
+
+def unusable(name: str, rule: str, path: str | os.PathLike[str], error: Exception) -> ArgumentError:
+    """The error of an option that names a file.
+
+    Args:
+        name: The option.
+        rule: What follows "must".
+        path: The file.
+        error: What opening or reading it raised.
+
+    >>> print(unusable("--svg", "name a file", "a.svg", FileNotFoundError(2, "No such file")))
+    `--svg` must name a file, got 'a.svg': No such file
+    """
+    return ArgumentError(f"`{name}` must {rule}, got {shown(os.fspath(path))}: {why(error)}")
