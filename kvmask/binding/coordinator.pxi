@@ -182,7 +182,7 @@ cdef class CoordinatorCore:
         EAGLE drops is among them.
 
         Returns:
-            Per group the first such block and a Bitset from there on; None for a group that has none.
+            Per group the first such block and a Bitset from there on; None where no block is.
         """
         cdef int64_t length = as_int64(num_tokens, "num_tokens", 0, c_max_tokens), bit
         cdef km_set_state sets[64]
