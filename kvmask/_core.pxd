@@ -283,6 +283,8 @@ cdef class CoordinatorCore:
     cdef int64_t stride(self, int group) noexcept
     cdef void prepare(self, km_search *s, km_set_state *sets, bint collect) noexcept
     cdef tuple group_masks(self, km_set_state *sets)
+    cdef tuple dense_masks(self, int64_t length)
+    cdef tuple masks_of(self, km_reach *reach, int64_t length, int64_t skip, bint states)
     cdef list joint_presence(self, tuple present)
 
 
@@ -333,7 +335,6 @@ cdef class LookupCore:
                   list asked)
     cdef ask_boundaries(self, km_search *search, km_set_state *sets, int64_t length, int64_t count,
                         list asked)
-    cdef add_keys(self, int group, Bitset bits, list keys)
     cdef count_unknown(self, list given)
     cdef join_sets(self)
 

@@ -69,7 +69,7 @@ class Hit:
         return hit
 
     @classmethod
-    def _looked_up(cls, **fields: Any) -> Hit:
+    def _looked_up(cls, fields: dict[str, Any]) -> Hit:
         """A lookup's hit; like `_bare`, with all fields."""
         hit = object.__new__(cls)
         object.__setattr__(hit, "__dict__", fields)

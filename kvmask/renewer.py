@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from kvmask._core import read_answers
@@ -24,19 +24,19 @@ _LOOK = 10.0
 _QUIET = 10.0
 
 
-class _Running:
-    """Counts the lookups that run. One serves all of them: a generator would cost each 2 us."""
+_all: weakref.WeakSet[Renewer] = weakref.WeakSet()
 
-    __slots__ = ("_count",)
 
-    def __init__(self, count: Callable[[int], None]) -> None:
-        self._count = count
+def _in_child() -> None:
+    """A forked child has none of the threads."""
+    for renewer in list(_all):
+        renewer._closed = True
+        renewer._thread = None
+        renewer.renewals = Renewals()  # the lock of the parent's may be held for ever
 
-    def __enter__(self) -> None:
-        self._count(1)
 
-    def __exit__(self, *error: object) -> None:
-        self._count(-1)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
 
 
 class Renewer:
@@ -53,6 +53,10 @@ class Renewer:
             its ``stats``. An outage that the breaker remembers is not tried out here.
         alive: Whether the store may still be called; the thread ends within ten seconds when it may
             not.
+
+    Attributes:
+        running: Has an entry for each lookup under way. Whoever makes a lookup appends one, and
+            pops one when the lookup is over: no batch begins meanwhile.
     """
 
     def __init__(
@@ -67,29 +71,20 @@ class Renewer:
         self._tools = tools
         self._alive = alive
         self._lock = threading.Lock()
-        self._lookups = 0
-        self._running = _Running(self._count)
+        # A list, since its append and pop are atomic: a lock would cost a lookup more.
+        self.running: list[None] = []
         self._wake = threading.Event()
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._pid = os.getpid()
         self._quiet_until = 0.0
         self._noted_drops = 0
-
-    def lookup(self) -> AbstractContextManager[None]:
-        """Wrap a lookup: no batch begins before it is over."""
-        return self._running
-
-    def _count(self, more: int) -> None:
-        with self._lock:
-            self._lookups += more
+        _all.add(self)
 
     def note(self, plan: LookupPlan) -> None:
         """Take a lookup that is over, as `Renewals.note` does; not while the store is silent."""
-        if self._closed or time.monotonic() < self._quiet_until or os.getpid() != self._pid:
+        if self._closed or (self._quiet_until and time.monotonic() < self._quiet_until):
             return
-        self.renewals.note(plan)
-        if not self.renewals.pending:
+        if not self.renewals.note(plan):
             return
         if self._thread is None:
             try:
@@ -115,11 +110,7 @@ class Renewer:
         self._closed = True
         self._wake.set()
         thread = self._thread
-        if (
-            thread is not None
-            and os.getpid() == self._pid
-            and thread is not threading.current_thread()
-        ):
+        if thread is not None and thread is not threading.current_thread():
             thread.join(seconds)
         self.renewals.clear()
 
@@ -151,7 +142,7 @@ class Renewer:
     def _drain(self) -> None:
         while self.renewals.pending and not self._closed:
             time.sleep(_PAUSE)
-            if self._lookups:
+            if self.running:
                 continue
             if not self._alive():
                 self._closed = True

@@ -371,8 +371,11 @@ class KVTransfer:
         if renewer is None:
             hit: Hit = self._run(plan)
         else:
-            with renewer.lookup():
+            renewer.running.append(None)
+            try:
                 hit = self._run(plan)
+            finally:
+                renewer.running.pop()
             renewer.note(plan)
         request.hit = hit
         return hit

@@ -120,12 +120,7 @@ cdef class CoordinatorCore:
         cdef int64_t skip = as_int64(start_token, "start_token", 0, c_max_tokens)
         cdef km_reach reach
         cdef int64_t boundaries[2]
-        cdef int64_t end, start
         cdef int i
-        cdef bint sparse
-        cdef km_group *group
-        cdef list masks = [None] * self.n_groups
-        cdef Bitset mask
         if length % self.unit():
             raise AlignmentError(
                 f"`num_tokens` must be a multiple of the alignment, got {length} and {self.unit()}"
@@ -140,6 +135,23 @@ cdef class CoordinatorCore:
             )
             for i in range(reach.n_boundaries):
                 reach.boundaries[i] = boundaries[i]
+        return self.masks_of(&reach, length, skip, bool(states))
+
+    cdef tuple dense_masks(self, int64_t length):
+        """What can decide a hit of at most this length, a multiple of the alignment."""
+        cdef km_reach reach
+        reach.alignment = self.alignment
+        reach.retention = KM_DENSE
+        reach.n_boundaries = 0
+        return self.masks_of(&reach, length, 0, True)
+
+    cdef tuple masks_of(self, km_reach *reach, int64_t length, int64_t skip, bint states):
+        cdef int64_t end, start
+        cdef int i
+        cdef bint sparse
+        cdef km_group *group
+        cdef list masks = [None] * self.n_groups
+        cdef Bitset mask
         for i in range(self.n_groups):
             group = &self.groups[i]
             end = length // group.block_size
@@ -154,9 +166,9 @@ cdef class CoordinatorCore:
             mask = new_bitset(end - start)
             if mask.n >= c_gil_min_bits:
                 with nogil:
-                    sparse = km_reach_mask(group, &reach, start, end, mask.words)
+                    sparse = km_reach_mask(group, reach, start, end, mask.words)
             else:
-                sparse = km_reach_mask(group, &reach, start, end, mask.words)
+                sparse = km_reach_mask(group, reach, start, end, mask.words)
             if sparse:
                 masks[i] = mask
         return tuple(masks)

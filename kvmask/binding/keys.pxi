@@ -95,6 +95,37 @@ cdef pin_keys(list keys):
     keys_built += n
 
 
+cdef int64_t put_keys(list keys, int64_t position, tuple names, BlockHashes digests, Bitset bits,
+                      int64_t blocks, int64_t first, int64_t per_block) except -1:
+    """Writes keys into the empty places of a list from ``position`` on; returns where they end.
+
+    See build_keys. ``bits`` is not longer than ``blocks``, and these have their digests.
+    """
+    cdef int64_t i = 0, position_of
+    cdef Py_ssize_t size = digests.size, j, n_names = len(names)
+    cdef bint flat = digests.items is None
+    cdef const unsigned char *data
+    while i < blocks:
+        if bits is not None:
+            i = km_next(bits.words, i, blocks, True)
+            if i >= blocks:
+                break
+        if flat:
+            data = digests.data + ((first + i + 1) * per_block - 1) * size
+        else:
+            position_of = (first + i + 1) * per_block - 1
+            fetch_ahead(PySequence_Fast_ITEMS(digests.items), PyList_GET_SIZE(digests.items),
+                        position_of, per_block)
+            data = digests.at(position_of, &size)
+        for j in range(n_names):
+            key = (<KeyBuilder>names[j]).build(data, size)
+            Py_INCREF(key)
+            PyList_SET_ITEM(keys, position, key)
+            position += 1
+        i += 1
+    return position
+
+
 def build_keys(builders, hashes, mask=None, start=0, scale=1):
     """Keys of the blocks from ``start`` on, in block order, each block's namespaces together.
 
@@ -119,10 +150,7 @@ def build_keys(builders, hashes, mask=None, start=0, scale=1):
     cdef int64_t first = as_int64(start, "start", 0, c_max_bits)
     cdef int64_t per_block = as_int64(scale, "scale", 1, c_max_bits)
     cdef int64_t blocks = digests.n // per_block - first
-    cdef int64_t i, position = 0, count, position_of
-    cdef Py_ssize_t size = digests.size, j, n_names = len(names)
-    cdef bint flat = digests.items is None
-    cdef const unsigned char *data
+    cdef int64_t count
     cdef Bitset bits = None
     cdef list keys
     if blocks < 0:
@@ -138,25 +166,7 @@ def build_keys(builders, hashes, mask=None, start=0, scale=1):
         count = km_count(bits.words, bits.n)
     else:
         count = blocks
-    keys = PyList_New(count * n_names)
-    i = 0
-    while i < blocks:
-        if bits is not None:
-            i = km_next(bits.words, i, blocks, True)
-            if i >= blocks:
-                break
-        if flat:
-            data = digests.data + ((first + i + 1) * per_block - 1) * size
-        else:
-            position_of = (first + i + 1) * per_block - 1
-            fetch_ahead(PySequence_Fast_ITEMS(digests.items), PyList_GET_SIZE(digests.items),
-                        position_of, per_block)
-            data = digests.at(position_of, &size)
-        for j in range(n_names):
-            key = (<KeyBuilder>names[j]).build(data, size)
-            Py_INCREF(key)
-            PyList_SET_ITEM(keys, position, key)
-            position += 1
-        i += 1
+    keys = PyList_New(count * len(names))
+    put_keys(keys, 0, names, digests, bits, blocks, first, per_block)
     pin_keys(keys)
     return keys

@@ -87,7 +87,7 @@ cdef class LookupCore:
                     f"`held` must hold one entry per group, got {len(items)} and {coord.n_groups}"
                 )
         if not coord.partial:
-            masks = coord.reach_masks(self.token_len, 0, None, dense=True, states=True)
+            masks = coord.dense_masks(self.token_len)
         self.uneven = held is not None
         self.maybe = []
         self.known = []
@@ -322,8 +322,9 @@ cdef class LookupCore:
         cdef km_search search
         cdef km_need need
         cdef int set_index, i
-        cdef list asked, keys = [], pending = []
+        cdef list asked, keys, pending = []
         cdef Bitset bits
+        cdef int64_t count, position = 0
         if self.pending_groups:
             raise PlanStateError("`feed` must be given the answers before the next keys are asked")
         if self.hit >= 0:
@@ -346,27 +347,24 @@ cdef class LookupCore:
             if self.uneven and self.coord.members[self.coord.set_of[i]] > 1:
                 # What this group holds itself is not asked, though another one of its set lacks it.
                 bits = bits & ~(<Bitset>self.known[i])[:bits.n]
-                if km_count(bits.words, bits.n) == 0:
-                    continue
-            self.add_keys(i, bits, keys)
-            pending.append((i, bits))
+            count = km_count(bits.words, bits.n)
+            if count:
+                position += count * len(<tuple>self.builders[i])
+                pending.append((i, bits))
+        keys = PyList_New(position)
+        position = 0
+        for i, bits in pending:
+            count = 1
+            if not self.coord.partial:
+                count = self.coord.groups[i].block_size // self.coord.hash_block
+            position = put_keys(keys, position, <tuple>self.builders[i], self.hashes, bits, bits.n,
+                                0, count)
+        pin_keys(keys)
         self.pending_groups = pending
-        self.expected = len(keys)
-        self.asked += len(keys)
+        self.expected = position
+        self.asked += position
         self.probes += 1
         return keys
-
-    cdef add_keys(self, int group, Bitset bits, list keys):
-        cdef tuple names = <tuple>self.builders[group]
-        cdef int64_t scale = 1
-        cdef list made
-        if not self.coord.partial:
-            scale = self.coord.groups[group].block_size // self.coord.hash_block
-        made = build_keys(names, self.hashes, bits, 0, scale)
-        if keys:
-            keys += made
-        else:
-            keys[:] = made
 
     def feed(self, answers):
         """Takes the store's answers to the last batch, in its order; only 1 is present.

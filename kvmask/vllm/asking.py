@@ -320,4 +320,4 @@ class Asking:
 
 
 def _nothing() -> Any:
-    return current().lookup_result(0, ())
+    return current().lookup_result(0)

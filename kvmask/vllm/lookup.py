@@ -6,6 +6,7 @@ that decide, in a few calls. Both count every call under stock's operation name.
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 from kvmask._core import Bitset, HitHints, KeyBuilder, build_keys
 from kvmask.coordinator import Hit
-from kvmask.errors import ArgumentError, StoreError
+from kvmask.errors import ArgumentError
 from kvmask.mooncake import MooncakePolicy
 from kvmask.plans import (
     MALFORMED_ANSWER,
@@ -43,6 +44,7 @@ from kvmask.vllm.renewing import check_option, renewer_for
 from kvmask.vllm.rules import Rules, digests_of, is_plain, rules_of
 from kvmask.vllm.seams import stock
 
+Over = Callable[[], None]
 _default = {"lookup": "staged"}
 # As long as vLLM's worker waits for its transfer threads before it closes the store.
 CLOSE_SECONDS = 5.0
@@ -119,14 +121,15 @@ def scheme_of_worker(worker: Any) -> Scheme | None:
     if rules is None:
         return None
     prefixes = worker._lookup_key_prefixes
-    kept = state(worker).get("scheme")
+    known = state(worker)
+    kept = known.get("scheme")
     if kept is not None and kept[0] is rules and kept[1] is prefixes:
         scheme: Scheme | None = kept[2]
         return scheme
     sizes = [db.block_size for db in worker.token_dbs]
     groups = Groups(coord, worker._kv_cache_groups, sizes, prefixes, worker.hash_block_size)
     scheme = groups.scheme(rules)
-    state(worker)["scheme"] = (rules, prefixes, scheme)
+    known["scheme"] = (rules, prefixes, scheme)
     return scheme
 
 
@@ -183,6 +186,7 @@ class Lookups:
         self.record = record
         self.stats = TransferStats() if stats is None else stats
         self.renewer = renewer_for(self) if renew else None
+        self._running: list[None] = [] if self.renewer is None else self.renewer.running
 
     def run(
         self, scheme: Scheme, block_hashes: Any, num_tokens: int, local_tokens: int
@@ -201,17 +205,17 @@ class Lookups:
             scheme,
             digests_of(block_hashes),
             num_tokens,
-            held=_held(scheme, local_tokens),
+            held=_held(scheme, local_tokens) if local_tokens else None,
             strategy=self.strategy,
             tools=self.tools,
         )
-        if self.renewer is None:
+        self._running.append(None)
+        try:
             self._drive(plan)
-        else:
-            with self.renewer.lookup():
-                self._drive(plan)
+        finally:
+            self._running.pop()
         cause = plan.result.cause
-        if isinstance(cause, StoreError) and cause.code == MALFORMED_ANSWER:
+        if cause is not None and getattr(cause, "code", None) == MALFORMED_ANSWER:
             logger.error("The Mooncake store's answer to a lookup is unusable: %s", cause)
         return plan
 
@@ -264,19 +268,11 @@ class Lookups:
         self._spent.clear()
         hit = plan.result
         # Here and not in the plan: the scheduler has its answer by now, unless the worker gives it.
-        self.stats.add(
-            lookups=1,
-            asked_keys=hit.asked,
-            exact_keys=hit.exact_keys,
-            probes=hit.probes,
-            hit_tokens=hit.length,
-            unknown_keys=hit.unknown,
-            failed_lookups=hit.cause is not None,
-        )
+        self.stats.add_lookup(hit, hit.cause is not None)
         if self.renewer is not None:
             self.renewer.note(plan)
         for listener in self.ended:
-            listener(plan, plan.result)
+            listener(plan, hit)
 
     def forget(self) -> None:
         """Drop what is remembered of the store's content."""
@@ -293,21 +289,22 @@ class Lookups:
 
 def lookups_of(worker: Any) -> Lookups:
     """The lookups of a worker; new ones when its store or its strategy is another."""
-    strategy = state(worker).get("strategy") or _default["lookup"]
-    kept: Lookups | None = state(worker).get("lookups")
+    known = state(worker)
+    strategy = known.get("strategy") or _default["lookup"]
+    kept: Lookups | None = known.get("lookups")
     if kept is None or kept.strategy != strategy or kept.store is not worker.store:
-        store, known = worker.store, weakref.ref(worker)
+        store, there = worker.store, weakref.ref(worker)
         made = Lookups(
             store,
             worker._record_kv_connector_operation,
             strategy,
-            renew=state(worker).get("renew", check_option(None)),
-            closed=lambda: getattr(known(), "store", None) is not store,
+            renew=known.get("renew", check_option(None)),
+            closed=lambda: getattr(there(), "store", None) is not store,
             stats=None if kept is None else kept.stats,
         )
         if kept is not None:
             made.ended = kept.ended
-        kept = state(worker)["lookups"] = made
+        kept = known["lookups"] = made
     return kept
 
 
@@ -318,13 +315,11 @@ def close(worker: Any) -> None:
         kept.close()
 
 
-def _held(scheme: Scheme, local_tokens: int) -> Held | None:
+def _held(scheme: Scheme, local_tokens: int) -> Held:
     """What lookups need not ask for: full-attention blocks of the GPU's own hit.
 
     That hit is rounded down here, so windows and states that end there need not be held.
     """
-    if not local_tokens:
-        return None
     full = [g.cacheable and g.kind == "full" for g in scheme.groups]
     return Held(tuple(local_tokens if f else 0 for f in full), local_tokens)
 
@@ -336,36 +331,32 @@ def result_of(scheme: Scheme, plan: LookupPlan) -> Any:
     """
     hit = plan.result
     if hit.cause is not None or hit.length <= 0:
-        return current().lookup_result(0, ())
-    groups = scheme.groups
-    return current().lookup_result(
-        hit.length,
-        [(g, tail or hit.length) for g, tail in enumerate(hit.tail_tokens) if groups[g].cacheable],
-    )
+        return current().lookup_result(0)
+    return current().lookup_result(hit.length, hit.tail_tokens, scheme.cacheable)
 
 
 def answer(
     worker: Any, num_tokens: int, local_tokens: int, block_hashes: Sequence[bytes]
-) -> tuple[Any, LookupPlan | None]:
+) -> tuple[Any, Over | None]:
     """A worker's lookup.
 
     Returns:
-        (what vLLM's worker answers, the plan that found it). The plan is None where none was
-        needed; else `Lookups.over` has yet to hear of it.
+        (what vLLM's worker answers, what is to be done once the answer is out).
     """
     if worker._capacity_only or num_tokens <= 0 or not block_hashes:
-        return current().lookup_result(0, ()), None
+        return current().lookup_result(0), None
     if not ACTING.on:
         return _stocks(worker, num_tokens, block_hashes), None
     scheme = scheme_of_worker(worker) if is_plain(block_hashes) else None
     if scheme is None:
         return stock("worker.lookup")(worker, num_tokens, block_hashes), None
     try:
-        plan = lookups_of(worker).run(scheme, block_hashes, num_tokens, local_tokens)
+        lookups = lookups_of(worker)
+        plan = lookups.run(scheme, block_hashes, num_tokens, local_tokens)
     except Exception as e:
         ACTING.trip("worker.lookup", e)
         return _stocks(worker, num_tokens, block_hashes), None
-    return result_of(scheme, plan), plan
+    return result_of(scheme, plan), functools.partial(lookups.over, plan)
 
 
 def _stocks(worker: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
@@ -375,7 +366,7 @@ def _stocks(worker: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
         return stock("worker.lookup")(worker, num_tokens, block_hashes)
     except Exception as e:
         logger.exception("A lookup in the Mooncake store failed: %s", e)
-        return current().lookup_result(0, ())
+        return current().lookup_result(0)
 
 
 def lookup(self: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
@@ -386,11 +377,11 @@ def lookup(self: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
     """
     if num_tokens == FORGET:
         lookups_of(self).forget()
-        return current().lookup_result(0, ())
-    result, plan = answer(self, *unpack(num_tokens), block_hashes)
-    if plan is not None:
+        return current().lookup_result(0)
+    result, over = answer(self, *unpack(num_tokens), block_hashes)
+    if over is not None:
         try:
-            lookups_of(self).over(plan)
+            over()
         except Exception as e:  # the thread that serves lookups must not end
             logger.exception("What follows a lookup failed: %s", e)
     return result

@@ -134,11 +134,8 @@ class InProcess:
         """See `kvmask.vllm.asking.Place`."""
         worker = self._worker()
         if worker is None or worker.store is None:  # the engine is being shut down
-            return current().lookup_result(0, ()), None
-        result, plan = answer(worker, num_tokens, local_tokens, block_hashes)
-        if plan is None:
-            return result, None
-        return result, functools.partial(lookups_of(worker).over, plan)
+            return current().lookup_result(0), None
+        return answer(worker, num_tokens, local_tokens, block_hashes)
 
     def forget(self) -> None:
         """See `kvmask.vllm.asking.Place`."""
@@ -214,7 +211,7 @@ class OwnClient:
     ) -> tuple[Any, Over | None]:
         scheme = self.scheme()
         if scheme is None or num_tokens <= 0 or not block_hashes or not is_plain(block_hashes):
-            return current().lookup_result(0, ()), None
+            return current().lookup_result(0), None
         plan = self.lookups.run(scheme, block_hashes, num_tokens, local_tokens)
         return result_of(scheme, plan), functools.partial(self.lookups.over, plan)
 

@@ -26,7 +26,6 @@ import functools
 import importlib
 import importlib.metadata
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,9 +86,10 @@ _TailBoundary: Any = _find(_STORE + "data", "TailKeyBoundary")
 
 
 @functools.lru_cache(4096)
-def _boundary(group: int, num_tokens: int) -> Any:
-    """A boundary object; it is frozen, so lookups can share it."""
-    return _TailBoundary(group, num_tokens)
+def _boundaries(hit: int, tails: tuple[int, ...], cacheable: tuple[bool, ...]) -> tuple[Any, ...]:
+    """Boundary objects; they are frozen, so lookups can share them."""
+    pairs = enumerate(zip(tails, cacheable, strict=True))
+    return tuple([_TailBoundary(group, tail or hit) for group, (tail, c) in pairs if c])
 
 
 @dataclass(frozen=True)
@@ -138,11 +138,19 @@ class Release:
         """Whether a group takes part in hits."""
         return bool(getattr(spec, "prefix_cacheable", True))
 
-    def lookup_result(self, hit: int, tails: Iterable[tuple[int, int]]) -> Any:
-        """What this release's worker answers a lookup with."""
+    def lookup_result(
+        self, hit: int, tails: tuple[int, ...] = (), cacheable: tuple[bool, ...] = ()
+    ) -> Any:
+        """What this release's worker answers a lookup with.
+
+        Args:
+            hit: Tokens.
+            tails: Per group the boundary that keys its last block; 0 stands for the hit.
+            cacheable: Per group whether it takes part in hits.
+        """
         if not self.tails:
             return hit
-        return _LookupResult(hit, tuple([_boundary(g, t) for g, t in tails]))
+        return _LookupResult(hit, _boundaries(hit, tails, cacheable))
 
 
 _OLD: dict[str, Any] = {

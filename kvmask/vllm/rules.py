@@ -172,12 +172,12 @@ def rules_of(coord: Any) -> Rules | None:
         coord.hash_block_size,
         coord.lcm_block_size,
         coord.retention_interval,
-        partial_hits(coord),
+        getattr(coord, "enable_partial_hash_hits", False),
     )
     kept = state(coord).get("rules")
     if kept is not None:
         old, known = kept
-        if old[0] is stamp[0] and old[1] is stamp[1] and old[2:] == stamp[2:]:
+        if old == stamp:
             found: Rules | None = known
             return found
     try:
@@ -191,14 +191,15 @@ def rules_of(coord: Any) -> Rules | None:
 
 def is_plain(block_hashes: Any) -> bool:
     """Whether block hashes come in a form that is read in place, without touching each of them."""
-    return isinstance(block_hashes, (list, BlockHashes)) or type(block_hashes) is BlobBlockHashes
+    kind = type(block_hashes)
+    return kind is list or kind is BlobBlockHashes or isinstance(block_hashes, (list, BlockHashes))
 
 
 def digests_of(block_hashes: Any) -> BlockHashes:
     """Block hashes as the core takes them, without copying vLLM's two forms."""
-    if isinstance(block_hashes, BlockHashes):
-        return block_hashes
     if type(block_hashes) is BlobBlockHashes:
         size = block_hashes._hash_len
         return BlockHashes(block_hashes._blob[: len(block_hashes) * size], size)
+    if isinstance(block_hashes, BlockHashes):
+        return block_hashes
     return BlockHashes.from_list(block_hashes)
