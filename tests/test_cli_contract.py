@@ -78,8 +78,11 @@ def test_the_seed_is_shown_only_when_asked_for(write, capsys, monkeypatch):
     assert main(["contract", "show", path, "--show-seed", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["hash"]["seed"] == SECRET
     bare = write("bare.json", contract_of(), with_seed=False)
-    assert main(["contract", "show", bare, "--show-seed"]) == 1
-    assert "`--show-seed` needs a contract whose seed is known" in capsys.readouterr().err
+    for more in ([], ["--json"]):
+        assert main(["contract", "show", bare, "--show-seed", *more]) == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert "`--show-seed` needs a contract whose seed is known" in err
     assert main(["contract", "show", bare, "--seed", SECRET, "--show-seed"]) == 0
     start = Contract(GROUPS, 16, VllmKeys("m"), Hashing(start=bytes(range(32))))
     path = write("start.json", start)
@@ -188,7 +191,14 @@ def test_engines_share_keys_when_one_writes_what_the_other_asks():
     assert share_keys(base, contract_of(ranks=RankGrid(tp_size=2, kv_heads=8)))
     assert not share_keys(base, contract_of(seed="another"))
     assert not share_keys(base, contract_of(keys=VllmKeys("other")))
-    assert not share_keys(base, contract_of({"full": FullAttention(32), "swa": GROUPS["swa"]}))
+    # Blocks of 64 and of 32 tokens that end at the same token have the same key.
+    assert share_keys(base, contract_of({"full": FullAttention(32), "swa": GROUPS["swa"]}))
+    assert share_keys(base, contract_of({"full": FullAttention(64)}))
+    asked = []
+    for size in (64, 32):
+        request = contract_of({"full": FullAttention(size)}).request(range(129))
+        asked.append(set(request.lookup_plan(strategy="exact").next_call().args[0]))
+    assert len(asked[0] & asked[1]) == 2
     strict = StrictKeys("m")
     assert share_keys(contract_of(keys=strict), contract_of(keys=strict, retention_interval=0))
     assert not share_keys(contract_of(keys=strict), contract_of(keys=strict, facts={"r": "2"}))

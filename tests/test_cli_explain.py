@@ -166,12 +166,15 @@ def test_a_folder_is_as_good_as_its_file(tmp_path):
     [
         ({"num_hidden_layers": None}, "`num_hidden_layers` must be in the config"),
         ({"num_hidden_layers": "4"}, "`num_hidden_layers` of the config must be an integer"),
-        ({"num_hidden_layers": 0}, "`num_hidden_layers` must be"),
-        ({"num_hidden_layers": 5000}, "`num_hidden_layers` must be at most 4096, got 5000"),
+        ({"num_hidden_layers": 0}, "`num_hidden_layers` of the config must be from 1 to"),
+        ({"num_hidden_layers": 5000}, "`num_hidden_layers` of the config must be at most 4096"),
         ({"layer_types": ["full_attention"]}, "`layer_types` of the config must name 2 layers"),
         ({"layer_types": ["full_attention", "x"]}, "must hold kinds out of full_attention"),
         ({"layer_types": ["sliding_attention"] * 2}, "`sliding_window` must be in the config"),
         ({"num_attention_heads": None}, "`num_attention_heads` must be in the config"),
+        ({"layer_types": [{}, []]}, "must hold kinds out of full_attention"),
+        ({"hidden_size": 1}, "`hidden_size` of the config must be at least `num_attention_heads`"),
+        ({"head_dim": 1 << 41}, "`head_dim` of the config must be from 0 to"),
         ({"compress_ratios": [4]}, "`compress_ratios` of the config must name 2 layers"),
         ({"compress_ratios": [4, 16]}, "`compress_ratios` of the config must hold 0, 1, 4 or 128"),
     ],
@@ -182,6 +185,13 @@ def test_configs_that_lack_something(tmp_path, capsys, change, message):
     path.write_text(json.dumps(base | change))
     assert main(["explain", "--config", str(path), "--tokens", "64"]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--block-size", "--kv-bytes"])
+def test_options_that_a_config_leaves_no_room_for_are_refused(capsys, option):
+    words = ["explain", "--config", str(CONFIGS / "deepseek-v4-like.json"), "--tokens", "4096"]
+    assert main([*words, option, "2"]) == 1
+    assert f"`{option}` must not be given for a config with `comp" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,17 @@ def test_warnings_are_shown_once(tokens, capsys):
     ("args", "message"),
     [
         ([], "needs keys to take apart, or `--tokens`"),
-        (["foo"], "no key of vllm, ascend"),
+        (["foo"], "'foo' is not a key of vllm, ascend, sglang, lmcache, lmcache-objects or strict"),
+        (["foo", "--engine", "vllm"], "'foo' is not a key of vllm\n"),
+        (["--tokens", "TOKENS", "--model", "m", "--set", "tp_rank=1_0"], "integer, got '1_0'"),
+        (
+            ["--engine", "strict", "--tokens", "TOKENS", "--model", "m", "--set", "tags=a"],
+            "`tags` must be NAME=VALUE, or several with commas between them, got 'a'",
+        ),
+        (
+            ["--engine", "sglang", "--tokens", "TOKENS", "--release", "0.32"],
+            "`--release` is no part of the keys of 'sglang'",
+        ),
         (["--tokens", "/nowhere/x", "--model", "m"], "1,2,3, got '/nowhere/x': No such"),
         (["--tokens", "TOKENS"], "`--model` must be given"),
         (["--tokens", "TOKENS", "--model", "m", "--set", "x=1"], "`--set` must be NAME=VALUE"),

@@ -289,6 +289,13 @@ def test_colours_and_the_width_of_a_terminal(files, asked, monkeypatch, capsys):
         (["--text", "a", "--tokenizer", "nowhere"], "`--tokenizer` must be a tokenizer.json or a"),
         (["--tokens", "1", "--try", "colour=red"], "`--try` must be NAME=VALUE with a name out"),
         (["--tokens", "1", "--try", "seed"], "`--try` must be NAME=VALUE"),
+        (["--tokens", "1", "--max-keys", "5"], "`--max-keys` bounds `--near` and `--try`, got 5"),
+        (["--tokens", "1", "--no-special-tokens"], "`--no-special-tokens` is for text, got it"),
+        (["--tokens", "1", "--eagle", "0", "3"], "`--eagle` must name groups from 0 to 0, got 0 3"),
+        (
+            ["--tokens", "1", "--engine", "strict", "--release", "0.32"],
+            "`--release` is no part of the keys of 'strict'",
+        ),
         (["--tokens", "1", "--master", "h:1", "--config", "x"], "`--config` and `--master` excl"),
         (["--tokens", "1", "--swa", "16"], ""),
         (["--tokens", "1", "--tp", "2"], "`kv_heads` or `replication` of group '0' must be given"),
@@ -381,6 +388,20 @@ TOKENIZER = {
         "unk_token": "?",
     },
 }
+
+
+def test_bytes_that_are_no_text_are_told(tmp_path, asked, capsys, monkeypatch):
+    """Python reads such a byte of the command line, or of stdin in the C locale, as a surrogate."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    base = ["why", "--full", "2", "--model", "m", "--master", "h:1", "--tokenizer", str(tmp_path)]
+    assert main([*base, "--text", "a\udcffb"]) == 1
+    assert "the text must be valid Unicode, got surrogates" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\udcffb"))
+    assert main([*base, "--text-file", "-"]) == 1
+    assert "the text must be valid Unicode, got surrogates" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main([*base, "--text-file", "-"]) == 1
+    assert "`--text-file` must be readable, got - and a closed" in capsys.readouterr().err
 
 
 def test_text_with_a_tokenizer(tmp_path, asked, capsys):

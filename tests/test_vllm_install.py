@@ -279,12 +279,14 @@ def test_a_method_that_somebody_else_replaced_is_left_alone(
     monkeypatch.undo()
 
 
-def test_uninstall_leaves_what_came_on_top() -> None:
+def test_uninstall_leaves_what_came_on_top_and_says_so(said: Any) -> None:
     kvmask.vllm.install()
     releases.StockWorker.lookup = changed_rule
     try:
         kvmask.vllm.uninstall()
         assert vars(releases.StockWorker)["lookup"] is changed_rule
+        text = "kvmask cannot leave worker.MooncakeStoreWorker.lookup: somebody else has replaced"
+        assert [level for level, line in said if line.startswith(text)] == ["WARNING"]
     finally:
         releases.StockWorker.lookup = seams.stock("worker.lookup")
 

@@ -478,13 +478,31 @@ def test_changes_that_give_the_same_keys_are_left_out():
         ({"algorithm": "md5"}, "`algorithm` must be one of sha256"),
         ({"hash_block": 24}, "`block_size` must be a multiple of `hash_block_size`"),
         ({"blocks": 0.3}, "`blocks` must leave whole tokens"),
+        ({"blocks": "x"}, "`blocks` must be a number above 0 and at most 65536, got 'x'"),
+        ({"blocks": "nan"}, "`blocks` must be a number above 0 and at most 65536, got 'nan'"),
+        ({"blocks": float("inf")}, "`blocks` must be a number above 0"),
+        ({"blocks": 1e308}, "`blocks` must be a number above 0"),
+        ({"blocks": True}, "`blocks` must be a number above 0"),
+        ({"blocks": None}, "`blocks` must be a number above 0"),
         ({"cache_prefix": "x"}, "`cache_prefix` must be a part of StrictKeys"),
         ({"tp_size": "0"}, "`tp_size` must be"),
+        ({"tp_size": "x"}, "`tp_size` must be an integer, got 'x'"),
+        ({"pp_size": "1e5"}, "`pp_size` must be an integer, got '1e5'"),
+        ({"hash_block": "1_6"}, "`hash_block` must be an integer, got '1_6'"),
+        ({"hash_block": "9" * 5000}, "`hash_block` must be an integer, got '999"),
     ],
 )
 def test_changes_that_cannot_be(change, message):
     with pytest.raises(ArgumentError, match=message):
         look_near(contract_of(GROUPS), FakeStore(), TOKENS, tries=[change])
+
+
+@pytest.mark.parametrize("tries", [5, "seed", [5], ["seed"], [{}], {"seed": "0"}])
+def test_tries_that_are_no_changes(tries):
+    with pytest.raises(TypeError, match="`tries` must"):
+        look_near(contract_of(GROUPS), FakeStore(), TOKENS, tries=tries)
+    with pytest.raises(TypeError, match="`tp_size` must be an integer, got float"):
+        look_near(contract_of(GROUPS), FakeStore(), TOKENS, tries=[{"tp_size": 2.0}])
 
 
 def test_usual_changes_are_known_ones():

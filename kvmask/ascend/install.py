@@ -14,7 +14,7 @@ from kvmask.ascend.lookup import (
 )
 from kvmask.ascend.masks import load_mask, lookup_mask, store_mask
 from kvmask.ascend.releases import fitting, logger, seams, version
-from kvmask.engines.features import log_placed
+from kvmask.engines.features import log_left, log_placed
 
 REPLACEMENTS: dict[str, Any] = {
     "worker.lookup_scheduler": lookup_scheduler,
@@ -65,5 +65,4 @@ def uninstall() -> None:
     Where somebody else has put a function over kvmask's, that one stays, and the log says so: it
     may go on to call kvmask's.
     """
-    for name in seams.restore():
-        logger.warning("kvmask cannot leave %s: somebody else has replaced it since", name)
+    log_left(logger, seams.restore())

@@ -15,7 +15,8 @@ from kvmask.ascend.releases import current, logger, seams
 from kvmask.ascend.rules import Rules, rules_of, why_stock
 from kvmask.ascend.said import stays
 from kvmask.errors import ArgumentError
-from kvmask.plans import STRATEGIES, GroupScheme, Held, LookupPlan, PlanTools, Scheme, drive
+from kvmask.plans import GroupScheme, Held, LookupPlan, PlanTools, Scheme, drive
+from kvmask.plans import lookup as plans_lookup
 
 # Prefixes that hints keep, 8 bytes each. A prompt of 131,072 tokens has at most 512. A lookup of a
 # new one writes all of them: the table is to stay in the processor's cache.
@@ -28,9 +29,7 @@ _default = {"lookup": "staged"}
 
 def check_strategy(lookup: Any) -> str:
     """Refuse what is no lookup strategy."""
-    if lookup not in STRATEGIES:
-        raise ArgumentError(f"`lookup` must be one of {STRATEGIES}, got {lookup!r}")
-    return str(lookup)
+    return plans_lookup.check_strategy(lookup, "lookup")
 
 
 def set_default(lookup: str) -> None:

@@ -76,7 +76,9 @@ def load_mask(
         why = "a cache of grouped hashes"
     elif rules is None:
         why = why_stock(self)
-    elif not 0 <= token_len <= len(block_hashes) * rules.hash_block_size:
+    elif type(token_len) is not int or not (
+        0 <= token_len <= len(block_hashes) * rules.hash_block_size
+    ):
         why = "a length that its digests do not cover"
     if rules is None or why:
         stays("load masks", why)

@@ -17,7 +17,6 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
 
 from kvmask import mooncake, switch
 from kvmask.cli import engines, trip
@@ -79,16 +78,6 @@ def _program() -> str:
     if path is None:
         raise KVMaskError(f"no mooncake_master program found; {mooncake.PIP_HINT}")
     return str(path)
-
-
-def round_trip(store: Any) -> str:
-    """Put one object into a store, find it and get it back.
-
-    Raises:
-        StoreError: A call returned a wrong result, or the bytes differ.
-    """
-    trip.put(store, _key(), os.urandom(trip.SIZE))
-    return f"{trip.SIZE} bytes put, found and got back"
 
 
 def _key() -> str:

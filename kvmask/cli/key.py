@@ -10,14 +10,14 @@ import re
 import sys
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvmask._core import BlockHashes, shown
 from kvmask.cli.commands import add_command
 from kvmask.cli.files import unusable
-from kvmask.cli.numbers import natural, positive
+from kvmask.cli.numbers import natural, plain_integer, positive
 from kvmask.errors import ArgumentError, KeyFormatError, KeyFormatWarning
 from kvmask.hashing.chain import ALGORITHMS, hash_tokens, start_hash
 from kvmask.hashing.extra_keys import block_extra_keys
@@ -106,6 +106,10 @@ def convert(name: str, text: str, hint: Any) -> Any:
     """Convert text from the command line to the value of a field."""
     if typing.get_origin(hint) is Mapping:
         pairs = [pair.partition("=") for pair in text.split(",") if pair]
+        if not all(equals for _, equals, _ in pairs):
+            raise ArgumentError(
+                f"`{name}` must be NAME=VALUE, or several with commas between them, got {text!r}"
+            )
         return {key: value for key, _, value in pairs}
     kinds = typing.get_args(hint) or (hint,)
     if bool in kinds:
@@ -113,10 +117,10 @@ def convert(name: str, text: str, hint: Any) -> Any:
             raise ArgumentError(f"`{name}` must be true or false, got {text!r}")
         return text.lower() == "true"
     if int in kinds:
-        try:
-            return int(text)
-        except ValueError:
-            raise ArgumentError(f"`{name}` must be an integer, got {text!r}") from None
+        value = plain_integer(text)
+        if value is None:
+            raise ArgumentError(f"`{name}` must be an integer, got {shown(text)}")
+        return value
     return text
 
 
@@ -130,8 +134,6 @@ def make_schema(args: argparse.Namespace) -> KeySchema:
             continue
         name = SHORT.get(args.engine, {}).get(option, "group_id" if option == "group" else option)
         if name not in fields:
-            if option == "release":
-                continue
             raise ArgumentError(
                 f"`--{option.replace('_', '-')}` is no part of the keys of {args.engine!r}, whose "
                 f"parts are {', '.join(fields)}"
@@ -201,6 +203,15 @@ def printed(value: object) -> str:
     return text if text.isprintable() else repr(text)[1:-1]
 
 
+def _either(names: Sequence[str]) -> str:
+    """Names as alternatives.
+
+    >>> _either(["a"]), _either(["a", "b", "c"])
+    ('a', 'a, b or c')
+    """
+    return " or ".join([*([", ".join(names[:-1])] if names[1:] else []), *names[-1:]])
+
+
 def show_parts(key: str, engines: list[str], as_json: bool) -> bool:
     """Print the parts of a key for each engine whose format it fits. False when it fits none."""
     found = []
@@ -220,7 +231,7 @@ def show_parts(key: str, engines: list[str], as_json: bool) -> bool:
             print(f"{name:16} {printed(value)}")
         print()
     if not found:
-        print(f"kvmask: no key of {', '.join(engines)}: {key!r}", file=sys.stderr)
+        print(f"kvmask: {shown(key)} is not a key of {_either(engines)}", file=sys.stderr)
     return bool(found)
 
 

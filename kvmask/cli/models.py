@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvmask._core import check_integer
+from kvmask._core import check_integer, shown
 from kvmask.cli.files import unusable
 from kvmask.errors import ArgumentError
 from kvmask.groups import ChunkedLocal, FullAttention, Group, Mamba, SlidingWindow
@@ -105,8 +105,8 @@ class _Config:
                 raise ArgumentError(f"`{name}` must be in the config, got none")
             return default
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ArgumentError(f"`{name}` of the config must be an integer, got {value!r}")
-        return check_integer(value, name, low, 1 << 40)
+            raise ArgumentError(f"`{name}` of the config must be an integer, got {shown(value)}")
+        return check_integer(value, f"`{name}` of the config", low, 1 << 40)
 
     def text(self, name: str) -> str:
         value = self.values.get(name)
@@ -156,8 +156,16 @@ def model_of(
     name = config.text("model_type") or outer.text("model_type") or "a model"
     layers = config.number("num_hidden_layers")
     if layers > _MOST_LAYERS:
-        raise ArgumentError(f"`num_hidden_layers` must be at most {_MOST_LAYERS}, got {layers}")
+        raise ArgumentError(
+            f"`num_hidden_layers` of the config must be at most {_MOST_LAYERS}, got {layers}"
+        )
     if config.has("compress_ratios"):
+        for option, given in (("--block-size", block_size), ("--kv-bytes", kv_bytes)):
+            if given is not None:
+                raise ArgumentError(
+                    f"`{option}` must not be given for a config with `compress_ratios`, whose "
+                    f"blocks and packing are vLLM's, got {given}"
+                )
         return _deepseek_v4(config, name, layers)
     kinds = layer_kinds(config, name, layers)
     notes: list[str] = []
@@ -219,15 +227,15 @@ def layer_kinds(config: _Config, name: str, layers: int) -> list[str]:
 def _named_kinds(given: Any, field: str, layers: int) -> list[str]:
     if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != layers:
         raise ArgumentError(
-            f"`{field}` of the config must name {layers} layers, got {str(given)[:60]}"
+            f"`{field}` of the config must name {layers} layers, got {shown(given)}"
         )
-    unknown = sorted({str(kind) for kind in given if kind not in _KINDS})
+    unknown = sorted({str(kind) for kind in given if str(kind) not in _KINDS})
     if unknown:
         raise ArgumentError(
             f"`{field}` of the config must hold kinds out of {', '.join(_KINDS)}, "
             f"got {', '.join(unknown[:4])}"
         )
-    return [_KINDS[kind] for kind in given]
+    return [_KINDS[str(kind)] for kind in given]
 
 
 def _llama4(config: _Config, layers: int) -> list[str]:
@@ -263,6 +271,11 @@ def _token_bytes(config: _Config, number: int, notes: list[str]) -> int:
     heads = config.number("num_attention_heads")
     kv_heads = config.number("num_key_value_heads", heads)
     size = config.number("head_dim", 0, 0) or config.number("hidden_size") // heads
+    if size == 0:
+        raise ArgumentError(
+            "`hidden_size` of the config must be at least `num_attention_heads`, "
+            f"got {config.number('hidden_size')} and {heads}"
+        )
     notes.append(f"{kv_heads} KV heads of {size} numbers, keys and values")
     return 2 * kv_heads * size * number
 
@@ -303,7 +316,7 @@ def _deepseek_v4(config: _Config, name: str, layers: int) -> Model:
     given = config.values["compress_ratios"]
     if not isinstance(given, list) or len(given) < layers:
         raise ArgumentError(
-            f"`compress_ratios` of the config must name {layers} layers, got {str(given)[:60]}"
+            f"`compress_ratios` of the config must name {layers} layers, got {shown(given)}"
         )
     ratios = given[:layers]  # further ones are of drafting layers
     unknown = sorted({str(r) for r in ratios if r not in (0, 1, *_V4_STATE_BLOCK)})

@@ -69,7 +69,10 @@ def flag_eagle(groups: Sequence[Group], eagle: Sequence[int] | None) -> list[Gro
     if eagle is None:
         return list(groups)
     if any(not 0 <= g < len(groups) for g in eagle):
-        raise ArgumentError(f"`eagle` must name groups below {len(groups)}, got {list(eagle)}")
+        raise ArgumentError(
+            f"`--eagle` must name groups from 0 to {len(groups) - 1}, "
+            f"got {' '.join(map(str, eagle))}"
+        )
     return [
         replace(group, eagle=g in eagle if eagle else group.drops_for_eagle)  # type: ignore[type-var]
         for g, group in enumerate(groups)

@@ -49,6 +49,8 @@ def prompt_tokens(args: argparse.Namespace) -> list[int]:
     if args.tokens is not None:
         if args.tokenizer is not None:
             raise ArgumentError("`--tokenizer` is for text, got it beside `--tokens`")
+        if args.no_special_tokens:
+            raise ArgumentError("`--no-special-tokens` is for text, got it beside `--tokens`")
         return read_tokens(args.tokens)
     if args.tokenizer is None:
         raise ArgumentError(
@@ -80,6 +82,11 @@ def tokenize(text: str, path: str, *, special: bool = True) -> list[int]:
         ArgumentError: There is no such file, or it is no tokenizer.
         MissingDependencyError: The package `tokenizers` is not installed.
     """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        # A byte that is no UTF-8 comes from the command line, or from stdin, as half a character.
+        raise ArgumentError(f"the text must be valid Unicode, got {error.reason}") from None
     file = Path(path)
     if file.is_dir():
         file /= "tokenizer.json"

@@ -158,6 +158,10 @@ NOTE = "Asking renewed the leases of the keys that are there, as a lookup does."
 def run_why(args: argparse.Namespace) -> int:
     """Run the command."""
     tries = tries_of(getattr(args, "try"))
+    if args.max_keys is not None and not (args.near or tries):
+        raise ArgumentError(
+            f"`--max-keys` bounds `--near` and `--try`, got {args.max_keys} without them"
+        )
     contract = contract_of(args)
     tokens = prompt_tokens(args)
     if not tokens:
@@ -179,7 +183,7 @@ def run_why(args: argparse.Namespace) -> int:
                     extra_keys=extra,
                     tries=tries,
                     usual=args.near,
-                    max_keys=args.max_keys,
+                    max_keys=args.max_keys or MAX_KEYS,
                     progress=progress,
                 )
     finally:
@@ -245,9 +249,8 @@ def add_why_command(commands: Any) -> None:
     parser.add_argument(
         "--max-keys",
         type=number(1, 1 << 24),
-        default=MAX_KEYS,
         metavar="KEYS",
-        help="that --near and --try may ask for, together",
+        help=f"that --near and --try may ask for, together; default: {MAX_KEYS}",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(

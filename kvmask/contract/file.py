@@ -43,7 +43,6 @@ MAX_CHARACTERS = 1 << 24
 MAX_DEPTH = 32
 #: Tensors of a block; no layout has more pieces (see `kvmask.layout.MAX_SEGMENTS`).
 MAX_LAYERS = 65_536
-_NUMBER = int | None
 
 
 def encode(contract: Any, *, with_seed: bool) -> str:

@@ -174,3 +174,14 @@ def log_placed(logger: logging.Logger, placed: Placed, engine: str, version: str
     """Write the one line."""
     write = logger.warning if placed.stock else logger.info
     write("%s", placed.line(engine, version))
+
+
+def log_left(logger: logging.Logger, names: Iterable[str]) -> None:
+    """Name the functions that kvmask cannot take out, because others lie over them.
+
+    Args:
+        logger: Where.
+        names: What `Seams.restore` returned.
+    """
+    for name in names:
+        logger.warning("kvmask cannot leave %s: somebody else has replaced it since", name)

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvmask._core import (
-    MAX_TOKENS,
     Bitset,
     BlockHashes,
     build_keys,
-    check_integer,
     read_answers,
 )
 from kvmask.errors import ArgumentError, PlanStateError
@@ -23,11 +21,6 @@ from kvmask.plans.scheme import GroupScheme, Scheme, scheme_of
 from kvmask.plans.tools import PlanTools, tools_or_default
 
 Rows = list[list[int]]
-
-
-def check_tokens(value: object, name: str) -> int:
-    """A number of tokens as a plain int; anything else is refused."""
-    return check_integer(value, name, 0, MAX_TOKENS)
 
 
 def as_list(items: Any, name: str) -> list[Any]:

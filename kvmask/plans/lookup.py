@@ -28,14 +28,18 @@ STRATEGIES = ("staged", "exact")
 GROWTH = 4
 
 
-def check_strategy(strategy: Any) -> str:
+def check_strategy(strategy: Any, name: str = "strategy") -> str:
     """Refuse what is no lookup strategy.
+
+    Args:
+        strategy: The argument.
+        name: Its name in the message.
 
     Raises:
         ArgumentError: There is no such strategy.
     """
     if not isinstance(strategy, str) or strategy not in STRATEGIES:
-        raise ArgumentError(f"`strategy` must be one of {STRATEGIES}, got {shown(strategy)}")
+        raise ArgumentError(f"`{name}` must be one of {STRATEGIES}, got {shown(strategy)}")
     return str(strategy)
 
 

@@ -15,11 +15,9 @@ from typing import Any
 
 from kvmask._core import Bitset, HitHints, KeyBuilder, build_keys
 from kvmask.coordinator import Hit
-from kvmask.errors import ArgumentError
 from kvmask.mooncake import MooncakePolicy
 from kvmask.plans import (
     MALFORMED_ANSWER,
-    STRATEGIES,
     GroupScheme,
     Held,
     LookupPlan,
@@ -27,6 +25,7 @@ from kvmask.plans import (
     Scheme,
     StorePolicy,
 )
+from kvmask.plans import lookup as plans_lookup
 from kvmask.plans.breaker import no_answer
 from kvmask.plans.metrics import TransferStats
 from kvmask.vllm.acting import ACTING, guarded
@@ -52,9 +51,7 @@ CLOSE_SECONDS = 5.0
 
 def check_strategy(lookup: Any) -> str:
     """Refuse what is no lookup strategy."""
-    if lookup not in STRATEGIES:
-        raise ArgumentError(f"`lookup` must be one of {STRATEGIES}, got {lookup!r}")
-    return str(lookup)
+    return plans_lookup.check_strategy(lookup, "lookup")
 
 
 def set_default(lookup: str) -> None:

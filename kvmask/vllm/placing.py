@@ -9,6 +9,7 @@ from typing import Any
 
 import kvmask
 from kvmask.engines import Placed, after_import
+from kvmask.engines.features import log_left
 from kvmask.errors import UnsupportedReleaseError
 from kvmask.switch import ALLOWED, LOOKUP, PLUGIN, RAY_PREFIXES, SWITCH, allow_list, ray_prefixes
 from kvmask.vllm import acting, coordinator, hashing, layouts, loading, metrics, saving, seams
@@ -81,9 +82,13 @@ def install(lookup: str = "staged") -> None:
 
 
 def uninstall() -> None:
-    """Give vLLM its own functions back."""
+    """Give vLLM its own functions back.
+
+    Where somebody else has put a function over kvmask's, that one stays, and the log says so: it
+    may go on to call kvmask's.
+    """
     _wanted["hasher"] = False
-    seams.restore()
+    log_left(logger, seams.restore())
     with _lock:
         for name, value in _BEFORE.items():
             if value is None:

@@ -7,13 +7,14 @@ a bounded number of keys.
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvmask._core import check_integer
+from kvmask._core import check_integer, shown
 from kvmask.contract import Contract
 from kvmask.errors import ArgumentError, KeyFormatWarning, KVMaskError
 from kvmask.hashing.chain import ALGORITHMS, DEFAULT_SEED
@@ -36,6 +37,8 @@ _COSTS = CostModel(call=_FIRST_BLOCKS * CostModel().missing)
 _TENSOR_SIZES = (1, 2, 4, 8, 16)
 _PIPELINE_SIZES = (1, 2, 4)
 _HASH_BLOCKS = (4, 8, 16, 32, 64, 128, 256)
+# The largest factor of all blocks.
+_MOST_TIMES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,28 @@ def _word(name: str, value: Any) -> str:
     return f"{name} {value!r}"
 
 
+def _integer(name: str, value: Any) -> int:
+    """A positive integer, or its digits."""
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20:
+        value = int(value)
+    if isinstance(value, str):
+        raise ArgumentError(f"`{name}` must be an integer, got {shown(value)}")
+    return check_integer(value, name)
+
+
+def _factor(name: str, value: Any) -> float:
+    """A factor of sizes, or its digits."""
+    try:
+        factor = float(value)
+    except (TypeError, ValueError, OverflowError):
+        factor = math.nan
+    if isinstance(value, bool) or not 0 < factor <= _MOST_TIMES:
+        raise ArgumentError(
+            f"`{name}` must be a number above 0 and at most {_MOST_TIMES}, got {shown(value)}"
+        )
+    return factor
+
+
 def _hashing(contract: Contract, **fields: Any) -> dict[str, Any]:
     if contract.hashing is None:
         raise ArgumentError("`hashing` of the contract must be given to try others, got None")
@@ -107,7 +132,8 @@ def _schema(schema: KeySchema, fields: Mapping[str, Any]) -> KeySchema:
     for name in fields:
         if not hasattr(known, name) or name in schema.places:
             raise ArgumentError(
-                f"`{name}` must be a part of {type(schema).__name__} to be tried, got another"
+                f"`{name}` must be a part of {type(schema).__name__} that a contract does not "
+                "fill in, got another"
             )
     made: KeySchema = replace(known, **fields)
     return made
@@ -118,18 +144,15 @@ def _grid(contract: Contract, **fields: Any) -> dict[str, Any]:
     if grid.kv_heads is None and grid.replication is None:
         fields = {"replication": 1} | fields
     if grid.dcp_size > 1 and fields.get("tp_size", grid.tp_size) % grid.dcp_size:
-        raise ArgumentError("`tp_size` must be a multiple of `dcp_size`")
+        raise ArgumentError(
+            "`tp_size` must be a multiple of `dcp_size`, "
+            f"got {fields.get('tp_size', grid.tp_size)} and {grid.dcp_size}"
+        )
     return {"ranks": replace(grid, **fields)}
-
-
-def _sizes(contract: Contract, hash_block: int) -> dict[str, Any]:
-    return {"hash_block_size": check_integer(hash_block, "hash_block")}
 
 
 def _blocks(contract: Contract, factor: float) -> dict[str, Any]:
     """All sizes of blocks, the hash block's too, times a factor."""
-    if not contract.hash_block_size * factor >= 1:
-        raise ArgumentError(f"`blocks` must leave whole tokens, got a factor of {factor}")
 
     def size(tokens: int) -> int:
         if tokens * factor != int(tokens * factor):
@@ -157,10 +180,10 @@ CHANGES: Mapping[str, Callable[[Contract, Any], dict[str, Any]]] = {
     "model": lambda contract, value: _schemas(contract, model=value),
     "cache_prefix": lambda contract, value: _schemas(contract, cache_prefix=value),
     "namespace": lambda contract, value: _schemas(contract, namespace=value),
-    "tp_size": lambda contract, value: _grid(contract, tp_size=int(value)),
-    "pp_size": lambda contract, value: _grid(contract, pp_size=int(value)),
-    "hash_block": lambda contract, value: _sizes(contract, int(value)),
-    "blocks": lambda contract, value: _blocks(contract, float(value)),
+    "tp_size": lambda contract, value: _grid(contract, tp_size=_integer("tp_size", value)),
+    "pp_size": lambda contract, value: _grid(contract, pp_size=_integer("pp_size", value)),
+    "hash_block": lambda _, value: {"hash_block_size": _integer("hash_block", value)},
+    "blocks": lambda contract, value: _blocks(contract, _factor("blocks", value)),
 }
 
 
@@ -272,7 +295,7 @@ def look_near(
     tools = PlanTools(costs=_COSTS, stats=False, log=None)
     seen = {_identity(contract, extra_keys is not None)}
     plans: list[tuple[Mapping[str, Any], LookupPlan]] = []
-    asked_for = [dict(change) for change in tries]
+    asked_for = [_change(change) for change in _sequence(tries)]
     for change in [*asked_for, *(usual_changes(contract, extra_keys is not None) if usual else ())]:
         mine = None if "extra_keys" in change else extra_keys
         try:
@@ -298,6 +321,18 @@ def look_near(
         if progress is not None:
             progress(number + 1, len(plans))
     return tuple(found), 0
+
+
+def _sequence(tries: Any) -> Sequence[Any]:
+    if not isinstance(tries, Sequence) or isinstance(tries, str | bytes):
+        raise TypeError(f"`tries` must be a sequence of mappings, got {type(tries).__name__}")
+    return tries
+
+
+def _change(change: Any) -> dict[str, Any]:
+    if not isinstance(change, Mapping) or not change:
+        raise TypeError(f"`tries` must hold mappings of names to values, got {shown(change)}")
+    return dict(change)
 
 
 def _identity(contract: Contract, extras: bool) -> tuple[Any, ...]:
