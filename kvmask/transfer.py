@@ -17,6 +17,7 @@ from kvmask.contract import BoundContract, Contract
 from kvmask.coordinator import Hit
 from kvmask.errors import ArgumentError, PlanStateError, StoreError
 from kvmask.guard import BounceMemory, StoreGuard
+from kvmask.guard.memory import keep
 from kvmask.layout import merge_ranges
 from kvmask.mooncake.codes import Code, code_name
 from kvmask.mooncake.policy import MooncakePolicy
@@ -213,9 +214,20 @@ class KVTransfer:
     def _undo(self) -> None:
         """Unregister what can be; the error that led here is the one to be told."""
         self._close_guard()
+        chunks = {chunk.address: chunk for chunk in self._chunks}
         while self._registered:
+            address = self._registered.pop()
+            undone = False
             with contextlib.suppress(Exception):
-                self.store.unregister_buffer(self._registered.pop())
+                undone = self.store.unregister_buffer(address) == 0
+            chunk = chunks.get(address)
+            if chunk is None:
+                continue
+            if not undone:
+                keep(chunk)  # the store still knows it
+                continue
+            with contextlib.suppress(Exception):
+                chunk.free()
 
     def close(self) -> None:
         """Wait for the calls of other threads, then unregister the storages.

@@ -9,7 +9,7 @@ import weakref
 
 import numpy as np
 import pytest
-from fake_store import GET, PUT, REGISTER, FakeStore
+from fake_store import GET, PUT, REGISTER, UNREGISTER, FakeStore
 from rig import Engine, assert_loaded, contract_of, digests, key, pair
 
 from kvmask import (
@@ -30,6 +30,7 @@ from kvmask import (
 from kvmask._core import gather, memory_at, scatter
 from kvmask.errors import ArgumentError, PlanStateError, StoreError
 from kvmask.guard import copies as copies_module
+from kvmask.guard import memory as memory_module
 from kvmask.guard.copies import HostCopies, TorchCopies, copies_for
 from kvmask.guard.memory import Chunk, Chunks
 from kvmask.plans import NO_BOUNCE, OVERSIZE
@@ -523,6 +524,112 @@ def test_a_transfer_over_torch_copies(monkeypatch):
     assert target.load(hashes, hit).ok
     assert assert_loaded(source, target, hit)
     assert len(made) == 2
+
+
+class Locking(HostCopies):
+    """Locks memory as copies for a device do, and fails when it is told to."""
+
+    def __init__(self):
+        self.locked = set()
+        self.refuses = 0
+
+    def open(self, chunk):
+        if self.refuses:
+            self.refuses -= 1
+            raise RuntimeError("CUDA error: out of memory")
+        self.locked.add(chunk.address)
+        chunk.unlock = lambda: self.locked.remove(chunk.address)
+
+
+@pytest.fixture
+def locking(monkeypatch):
+    from kvmask.guard import store as store_module
+
+    made = Locking()
+    monkeypatch.setattr(store_module, "copies_for", lambda layouts: made)
+    return made
+
+
+def test_memory_that_a_device_refuses_is_not_left_registered(locking):
+    source, _ = full_pair()
+    store, bound = source.store.client(), source.kv.contract
+    before = set(locking.locked)
+    locking.refuses = 1
+    with pytest.raises(StoreError, match="4096 bytes of bounce memory must be locked for"):
+        KVTransfer(store, bound, bounce=SMALL)
+    assert store.counts[REGISTER] == 0
+
+    def refuse_the_second_lock(store, name, keys):
+        if name == REGISTER:
+            locking.refuses = 1
+
+    store.hooks.append(refuse_the_second_lock)
+    with pytest.raises(StoreError, match="must be locked"):
+        KVTransfer(store, bound, bounce=SMALL)
+    assert store.counts[REGISTER] == 1
+    assert store.registered == {}
+    assert locking.locked == before
+
+
+def test_memory_that_a_store_goes_on_knowing_is_not_freed(locking):
+    source, _ = full_pair()
+    store = source.store.client()
+    before, kept = set(locking.locked), len(memory_module._kept)
+
+    def refuse_the_second_lock(store, name, keys):
+        locking.refuses = name == REGISTER
+
+    store.hooks.append(refuse_the_second_lock)
+    store.fail(UNREGISTER, -900)
+    with pytest.raises(StoreError, match="must be locked"):
+        KVTransfer(store, source.kv.contract, bounce=SMALL)
+    (chunk,) = memory_module._kept[kept:]
+    assert store.registered == {chunk.address: 4096}
+    assert locking.locked - before == {chunk.address}
+
+
+def test_memory_that_a_store_refuses_is_not_left_locked(locking):
+    source, _ = full_pair()
+    store, before = source.store.client(), set(locking.locked)
+    store.fail(REGISTER, -600, times=1)
+    with pytest.raises(StoreError, match="the store must register 4096 bytes"):
+        KVTransfer(store, source.kv.contract, bounce=SMALL)
+    assert locking.locked == before
+
+
+def test_memory_that_a_device_refuses_later_is_no_outage(locking):
+    """A retired chunk is to be replaced, and the device gives no more."""
+    source, target = full_pair(breaker=True)
+    assert source.save(HASHES, 64).ok
+    hit = target.lookup(HASHES, 65)
+    for _ in range(SMALL.chunks):
+        target.store.fail(GET, -800, times=1)
+        assert not target.load(HASHES, hit).ok
+    registered = dict(target.store.registered)
+    locking.refuses = 1
+    result = target.load(HASHES, hit)
+    assert {f.code for f in result.failures} == {NO_BOUNCE}
+    assert target.store.registered == registered
+    assert not target.kv.tools.breaker.open
+    assert target.load(HASHES, hit).ok
+
+
+def test_a_device_that_refuses_to_unlock_does_not_keep_the_rest(locking):
+    _, target = full_pair()
+
+    def refuse():
+        raise RuntimeError("CUDA error: invalid argument")
+
+    chunks = target.kv._guard.chunks
+    taken = [chunks.take() for _ in range(SMALL.chunks)]
+    taken[1].unlock = refuse
+    for chunk in taken:
+        chunks.retire(chunk)
+    target.kv.close()
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        target.kv.release_retired()
+    assert target.kv.release_retired() == 4096
+    assert taken[0].address not in locking.locked
 
 
 def test_which_copies():

@@ -86,9 +86,14 @@ class Chunk:
 
     def free(self) -> None:
         """End what a device keeps of it. The memory goes with the object."""
-        if self.unlock is not None:
-            self.unlock()
-            self.unlock = None
+        unlock, self.unlock = self.unlock, None
+        if unlock is not None:
+            unlock()
+
+
+def keep(chunk: Chunk) -> None:
+    """Keep a chunk's memory for as long as the process lives: a store's client may touch it."""
+    _kept.append(chunk)
 
 
 class Chunks:
@@ -96,7 +101,8 @@ class Chunks:
 
     Args:
         limits: Sizes and numbers.
-        open_chunk: Registers a new chunk with the store, or raises.
+        open_chunk: Prepares a new chunk and registers it with the store. When it raises, it leaves
+            neither.
         stats: Counters.
     """
 
@@ -167,7 +173,7 @@ class Chunks:
                 # A plan that is driven by hand went on: nobody unregisters the chunk any more.
                 self._live -= 1
                 self._retired.append(chunk)
-                _kept.append(chunk)
+                keep(chunk)
                 return
             self._free.append(chunk)
             self._changed.notify()
@@ -177,7 +183,7 @@ class Chunks:
         with self._changed:
             self._live -= 1
             self._retired.append(chunk)
-            _kept.append(chunk)
+            keep(chunk)
             self._changed.notify_all()
         if self._stats is not None:
             self._stats.add(retired_bytes=chunk.size)
@@ -200,8 +206,10 @@ class Chunks:
         with self._changed:
             if not self._closed:
                 raise PlanStateError("retired memory must be released after `close`")
-            freed, self._retired = self._retired, []
-        for chunk in freed:
+        freed = 0
+        while self._retired:  # one by one: what raises leaves the others to another call
+            chunk = self._retired.pop()
             _kept.remove(chunk)
+            freed += chunk.size
             chunk.free()
-        return sum(chunk.size for chunk in freed)
+        return freed

@@ -82,14 +82,28 @@ class StoreGuard:
         self._limits = SEALS if bounce is None else bounce
 
         def open_chunk(chunk: Chunk) -> None:
-            register(chunk.address, chunk.size)
-            if self._copies is not None:
-                self._copies.open(chunk)
+            # The store comes last: what raises before it leaves nothing registered.
+            try:
+                self._prepare(chunk)
+                register(chunk.address, chunk.size)
+            except BaseException:
+                chunk.free()
+                raise
 
         self.chunks = Chunks(self._limits, open_chunk, stats)
 
     def __repr__(self) -> str:
         return f"StoreGuard(seals={self.seals}, bounces={self.isolates})"
+
+    def _prepare(self, chunk: Chunk) -> None:
+        if self._copies is None:
+            return
+        try:
+            self._copies.open(chunk)
+        except Exception as error:  # of the device: it says nothing of the store
+            raise StoreError(
+                f"{chunk.size} bytes of bounce memory must be locked for the device, got {error!r}"
+            ) from error
 
     def _need(self, num_bytes: int) -> int:
         """Bytes of a chunk that one block takes."""
