@@ -27,6 +27,21 @@ def wait_until(condition):
         time.sleep(0.002)
 
 
+def test_a_file_that_nobody_can_watch_is_not_taken_for_watched(switch, tmp_path, monkeypatch):
+    file = tmp_path / "switch"
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as without_threads:
+        without_threads.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            switch.watch(file)
+    switch.watch(file)
+    file.write_text("stock")
+    wait_until(lambda: not switch.on)
+
+
 def test_a_file_turns_it_off_and_on(switch, tmp_path, caplog):
     file = tmp_path / "switch"
     switch.watch(file)

@@ -235,6 +235,22 @@ def test_the_demo_fails_when_one_byte_differs(master):
 
 
 @pytest.mark.store
+def test_the_demo_closes_the_first_client_when_the_second_cannot_connect(master):
+    pytest.importorskip("numpy")
+    made = []
+
+    def connect(*args, **kwargs):
+        if made:
+            raise StoreError("the pool is full")
+        made.append(FakeStore())
+        return made[0]
+
+    with pytest.raises(StoreError, match="the pool is full"):
+        run_demo("numpy", connect)
+    assert made[0].closed
+
+
+@pytest.mark.store
 def test_the_demo_fails_when_a_key_is_refused(master):
     pytest.importorskip("numpy")
     pool = {}

@@ -82,6 +82,22 @@ def test_the_digests_are_the_requests_own(place):
     until(lambda: place.over == [32])
 
 
+def test_without_a_thread_a_request_is_a_miss_and_the_next_one_tries_again(place, monkeypatch):
+    asks = asking(place)
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as without_threads:
+        without_threads.setattr(threading.Thread, "start", refuse)
+        for waits in (True, False):
+            assert asks.lookup("r", 32, [b"a"], non_block=not waits).hit_length == 0
+        with pytest.raises(RuntimeError, match="can't start"):
+            asks.reset()
+    assert asks.lookup("r", 32, [b"a"]).hit_length == 32
+    assert len(place.asked) == 1
+
+
 def test_past_the_deadline_a_request_is_a_miss_and_so_are_the_next_ones(place):
     asks = asking(place, 0.02)
     place.gate.clear()

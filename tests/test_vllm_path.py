@@ -239,6 +239,30 @@ def test_a_stopped_master_holds_nobody_and_what_comes_late_teaches(own, mode):
     assert pair.asking.late == 3
 
 
+def test_a_client_that_is_not_used_after_all_is_closed(own, monkeypatch):
+    made = []
+
+    class Client:
+        closed = False
+
+        def close(self):
+            self.closed = True
+
+    def connect(handshake):
+        made.append(Client())
+        return made[-1]
+
+    def fail(place):
+        raise MemoryError
+
+    monkeypatch.setattr(places, "connect", connect)
+    monkeypatch.setattr(places.OwnClient, "scheme", fail)
+    pair = own.pair({}, apart=True)
+    assert pair.hit(world.request(800, digests_of(768))) == 0
+    assert type(pair.asking.place) is places.OverTheWire
+    assert [client.closed for client in made] == [True]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_dead_master_is_remembered_and_found_again(own, mode):
     extra, options = MODES[mode]

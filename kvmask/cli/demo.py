@@ -14,6 +14,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -278,41 +279,41 @@ def run(
     # The saved prompt, and one more token: the last token of a request is always computed.
     tokens = random.Random(7).choices(range(129_280), k=num_tokens + 1)
     clock = Clock(begin)
-    with mooncake.local_master() as master:
-        stores = [connect(master), connect(master, segment_bytes=0)]
-        try:
-            first, second = (CountingStore(store) for store in stores)
-            say(f"{num_tokens} tokens, {MODEL} shape, {tensors.name}; master at {master.address}")
-            with (
-                KVTransfer(first, contract.bind(source.layouts)) as saving,
-                KVTransfer(second, contract.bind(target.layouts)) as loading,
-            ):
-                request = clock.run("hash tokens", first, lambda: contract.request(tokens))
-                saved = clock.run(
-                    "save",
-                    first,
-                    lambda: saving.save(request, source.tables, num_tokens, event=tensors.ready()),
-                )
-                stored = Counter(first.put)
-                report(say, "saved", saved.failures)
-                exact = clock.run(
-                    "lookup, exact", second, lambda: loading.lookup(request, strategy="exact")
-                )
-                exact_asked = Counter(second.asked)
-                hit = clock.run("lookup, staged", second, lambda: loading.lookup(request))
-                asked = Counter(second.asked)
-                loaded = clock.run(
-                    "load",
-                    second,
-                    lambda: loading.load(request, hit, target.tables, event=tensors.ready()),
-                )
-                report(say, "loaded", loaded.failures)
-                got = Counter(second.got)
-                begin("compare bytes")
-                total, wrong = compare(source, target, hit)
-        finally:
-            for store in stores:  # before the master ends: without it a client closes slowly
-                store.close()
+    # Before the master ends both clients close: without it that is slow.
+    with (
+        mooncake.local_master() as master,
+        closing(connect(master)) as one,
+        closing(connect(master, segment_bytes=0)) as other,
+    ):
+        first, second = CountingStore(one), CountingStore(other)
+        say(f"{num_tokens} tokens, {MODEL} shape, {tensors.name}; master at {master.address}")
+        with (
+            KVTransfer(first, contract.bind(source.layouts)) as saving,
+            KVTransfer(second, contract.bind(target.layouts)) as loading,
+        ):
+            request = clock.run("hash tokens", first, lambda: contract.request(tokens))
+            saved = clock.run(
+                "save",
+                first,
+                lambda: saving.save(request, source.tables, num_tokens, event=tensors.ready()),
+            )
+            stored = Counter(first.put)
+            report(say, "saved", saved.failures)
+            exact = clock.run(
+                "lookup, exact", second, lambda: loading.lookup(request, strategy="exact")
+            )
+            exact_asked = Counter(second.asked)
+            hit = clock.run("lookup, staged", second, lambda: loading.lookup(request))
+            asked = Counter(second.asked)
+            loaded = clock.run(
+                "load",
+                second,
+                lambda: loading.load(request, hit, target.tables, event=tensors.ready()),
+            )
+            report(say, "loaded", loaded.failures)
+            got = Counter(second.got)
+            begin("compare bytes")
+            total, wrong = compare(source, target, hit)
     head = ["group", "blocks", "stored", "asked exact", "asked staged", "loaded", "without masks"]
     rows = [head]
     for g, group in enumerate(GROUPS):

@@ -55,9 +55,14 @@ class Switch:
                 return
             self._paths.add(file)
             first = len(self._paths) == 1
-        self.look()
-        if first:
-            threading.Thread(target=self._watch, name="kvmask-switch", daemon=True).start()
+        try:
+            self.look()
+            if first:
+                threading.Thread(target=self._watch, name="kvmask-switch", daemon=True).start()
+        except BaseException:  # such as no thread: nobody reads the file again
+            with self._lock:
+                self._paths.discard(file)
+            raise
 
     def look(self) -> None:
         """Read the files now."""

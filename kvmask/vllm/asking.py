@@ -114,9 +114,15 @@ class _Thread:
         self.running: _Job | None = None
 
     def put(self, job: _Job) -> None:
+        """Have a job done.
+
+        Raises:
+            RuntimeError: No thread can be started; the next job tries again.
+        """
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="KVMaskLookup", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._loop, name="KVMaskLookup", daemon=True)
+            thread.start()
+            self._thread = thread
         self._jobs.append(job)
         self._work.release()
 
@@ -225,8 +231,12 @@ class Asking:
                 return self._miss(req_id)
             place, local = self.place, self._local_tokens
             job = _Job(lambda: place.ask(num_tokens, local, block_hashes), local)
+            try:
+                self._thread.put(job)
+            except RuntimeError as e:
+                logger.error("The lookup of request %s is not made: %s", req_id, e)
+                return _nothing()
             self._jobs[req_id] = job
-            self._thread.put(job)
         if non_block:
             if not job.finished:
                 if not self._overdue():

@@ -3,6 +3,7 @@ other."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -148,18 +149,20 @@ class SchedulerLookups:
             coord.hash_block_size,
         )
         store = places.connect(handshake)
-        place = places.OwnClient(
-            store,
-            groups,
-            self._record,
-            self._options.lookup,
-            places.OverTheWire(self.asking.client),
-            renew=self._options.renew,
-            stats=self._counters,
-        )
-        if place.scheme() is None:
-            place.close()
-            return None
+        with contextlib.ExitStack() as stack:
+            stack.callback(store.close)
+            place = places.OwnClient(
+                store,
+                groups,
+                self._record,
+                self._options.lookup,
+                places.OverTheWire(self.asking.client),
+                renew=self._options.renew,
+                stats=self._counters,
+            )
+            if place.scheme() is None:
+                return None
+            stack.pop_all()
         return place
 
     def _record(self, operation: str, seconds: float, num_keys: int, **more: Any) -> None:
