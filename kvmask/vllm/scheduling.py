@@ -15,7 +15,14 @@ from kvmask.vllm import acting, metrics, places, renewing, shadow
 from kvmask.vllm.asking import Asking, Place
 from kvmask.vllm.local import check_option
 from kvmask.vllm.lookup import Groups, check_strategy
-from kvmask.vllm.releases import StockClient, StockWorker, fitting, logger, lookup_path
+from kvmask.vllm.releases import (
+    StockClient,
+    StockStats,
+    StockWorker,
+    fitting,
+    logger,
+    lookup_path,
+)
 
 LOOKUP_IN = ("scheduler", "worker")
 DEADLINE_MS = 200
@@ -97,8 +104,7 @@ class SchedulerLookups:
         self._handshake: places.Handshake | None = None
         self._aware = options.local_aware and fitting().has("local")
         self._lock = threading.Lock()
-        self._new_stats = connector.build_kv_connector_stats
-        self._stats = self._new_stats()
+        self._stats = StockStats()
         self._counters = TransferStats()
         self._told: dict[str, float] = {}
         self.asking = Asking(self._scheduler.client, self._choose, options.deadline)
@@ -174,7 +180,7 @@ class SchedulerLookups:
         stats = None
         with self._lock:
             if not self._stats.is_empty():
-                stats, self._stats = self._stats, self._new_stats()
+                stats, self._stats = self._stats, StockStats()
         if not fitting().has("metrics"):
             return stats
         now = self._counters.snapshot() | {"late_lookups": self.asking.late}
