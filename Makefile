@@ -26,7 +26,7 @@ ASAN := build/asan
 # deploy them.
 VLLM_SUITES ?= $(shell python3 kvmask/versions.py)
 VLLM_MODELS ?= llama gemma hybrid eagle
-VLLM_MODES ?= one apart share workers outage
+VLLM_MODES ?= one apart parts share fleet workers outage
 # What `make test-ascend` runs: vllm-ascend's releases, and random cases of each.
 ASCEND_SUITES ?= $(shell python3 kvmask/versions.py ascend)
 ASCEND_CASES ?= 100000
