@@ -190,7 +190,7 @@ def _thread(cls: str, shape: str, side: str, regions: int, store: Any, **options
     if side != "stock":
         thread.__class__ = connector.classes()[cls]
         for db in dbs:
-            layouts.adopt_places(db)
+            layouts.adopt_addresses(db)
     return thread
 
 

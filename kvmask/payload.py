@@ -212,7 +212,7 @@ class PayloadFacts:
         sizes = [kinds[name].block_bytes for name in names]
         whole = state or any(size % block_size for size in sizes)
         dtypes = sorted({tensor.dtype for tensor in layout.tensors if tensor.dtype})
-        place = {name: i for i, name in enumerate(names)}
+        position = {name: i for i, name in enumerate(names)}
         return cls(
             dtype=",".join(dtypes) or None,
             layout=tuple(names),
@@ -220,7 +220,7 @@ class PayloadFacts:
             if whole and not state
             else tuple(size if state else size // block_size for size in sizes),
             layers=tuple(
-                place[f"{tensor.dtype or 'unknown'} {tensor.order}".strip()]
+                position[f"{tensor.dtype or 'unknown'} {tensor.order}".strip()]
                 for tensor in layout.tensors
             ),
             block_bytes=layout.block_bytes,

@@ -18,7 +18,6 @@ from kvmask.coordinator import Hit
 from kvmask.errors import ArgumentError, PlanStateError, StoreError
 from kvmask.guard import BounceMemory, StoreGuard
 from kvmask.guard.memory import keep
-from kvmask.layout import merge_ranges
 from kvmask.mooncake.codes import Code, code_name
 from kvmask.mooncake.policy import MooncakePolicy
 from kvmask.plans.breaker import Breaker
@@ -31,6 +30,7 @@ from kvmask.plans.policy import StorePolicy
 from kvmask.plans.renew import Renewals
 from kvmask.plans.results import LoadResult, SaveResult
 from kvmask.plans.tools import PlanTools
+from kvmask.regions import merge_ranges
 from kvmask.renewer import Renewer
 from kvmask.request import CacheRequest
 

@@ -204,7 +204,7 @@ def test_engines_share_keys_when_one_writes_what_the_other_asks():
     assert not share_keys(contract_of(keys=strict), contract_of(keys=strict, facts={"r": "2"}))
 
 
-def test_places_that_are_described(write, capsys):
+def test_shards_that_are_described(write, capsys):
     np = pytest.importorskip("numpy")
     groups = {"full": FullAttention(16)}
     layouts = {"full": KVLayout.from_tensors([np.zeros((3, 16, 8), np.float16)], num_blocks=3)}
@@ -212,7 +212,7 @@ def test_places_that_are_described(write, capsys):
         layouts, pp_rank=1
     )
     assert main(["contract", "show", write("c.json", contract)]) == 0
-    assert "places       1 described, with facts of their own" in capsys.readouterr().out
+    assert "described    1 shard with facts of its own" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -307,11 +307,11 @@ def test_wrong_texts(text, said):
         Contract.from_json(text)
 
 
-def test_places_that_are_named_twice():
+def test_shards_that_are_named_twice():
     document = json.loads(load("rich"))
     row = document["groups"][0]
     row["namespaces"] *= 2
-    with pytest.raises(ArgumentError, match=r"must name each place once, got \(0, 0, 0\) again"):
+    with pytest.raises(ArgumentError, match=r"must name each shard once, got \(0, 0, 0\) again"):
         Contract.from_json(json.dumps(document))
 
 

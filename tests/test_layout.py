@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 import kvmask.layout
 from kvmask.errors import AlignmentError, BlockIdError, LayoutError
-from kvmask.layout import MAX_SEGMENTS, KVLayout, head_shards
+from kvmask.layout import KVLayout, head_shards
+from kvmask.regions import MAX_SEGMENTS
 
 BASE = 0x7F00_0000_0000
 

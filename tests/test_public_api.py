@@ -77,6 +77,7 @@ STAGES = {
     "layout": 2,
     "payload": 2,
     "ranks": 2,
+    "regions": 2,
     "plans": 3,
     "request": 3,
     "contract": 3,

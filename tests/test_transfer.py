@@ -25,9 +25,10 @@ from kvmask import (
 )
 from kvmask._core import build_keys
 from kvmask.errors import ArgumentError, PlanStateError, StoreError
-from kvmask.layout import head_shards, merge_ranges
+from kvmask.layout import head_shards
 from kvmask.mooncake import MooncakePolicy
 from kvmask.plans import CALL_FAILED, MALFORMED_ANSWER
+from kvmask.regions import merge_ranges
 
 FULL = Coordinator([FullAttention(16)], 16)
 FULL_CONTRACT = contract_of([FullAttention(16)], 16)

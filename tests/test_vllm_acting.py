@@ -133,7 +133,7 @@ def test_a_load_without_digests_is_no_internal_error() -> None:
 def test_addresses_come_from_stock_too(monkeypatch: pytest.MonkeyPatch) -> None:
     case = plain_case()
     (db,) = pair.databases(case, 2)
-    layouts.adopt_places(db)
+    layouts.adopt_addresses(db)
     place = getattr(db, "store_layout", None) or db
     args = ([(0, 4), (4, 8)], IDS, [0, 0])
     own = place.prepare_values(*args)

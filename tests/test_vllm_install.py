@@ -564,7 +564,7 @@ def test_layouts_of_others_keep_their_own_values() -> None:
     assert db.store_layout.prepare_values([(0, 16)], [1], [0]) == "theirs"
     assert layouts.tables_of(db.store_layout) is None
     other = object.__new__(Inherits)
-    layouts.adopt_places(SimpleNamespace(store_layout=other))
+    layouts.adopt_addresses(SimpleNamespace(store_layout=other))
     assert type(other).prepare_values is layouts.sharded_values
     assert isinstance(other, Inherits)
 

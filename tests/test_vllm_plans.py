@@ -104,7 +104,7 @@ def test_databases_of_several_hash_blocks_are_left_to_stock() -> None:
     other = engine().data.ChunkedTokenDatabase(
         engine().data.KeyMetadata("model", 0, 0, 0, 0, 1), 8, hash_block_size=8
     )
-    layouts.adopt_places(other)
+    layouts.adopt_addresses(other)
     other.set_kv_caches_base_addr([1 << 40])
     other.set_block_len([64])
     thread.token_databases = [*thread.token_databases, other]

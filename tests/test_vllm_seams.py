@@ -197,7 +197,7 @@ def work() -> Recorded:
             differential.save_differences(rng, case, shared, top=60)
             differential.load_differences(rng, case, shared, top=60)
         db = kvmask.vllm.ChunkedTokenDatabase(kvmask.vllm.KeyMetadata("m", 0, 0, 0, 0), 16)
-        layouts.adopt_places(db)
+        layouts.adopt_addresses(db)
         db.store_layout.prepare_values([(0, 16)], [1], [0])
         hash_something()
     return recorded

@@ -281,7 +281,7 @@ def adopt(thread: Any, side: str) -> Any:
     if side == "kvmask":
         own(thread)
         for db in thread.token_databases:
-            layouts.adopt_places(db)
+            layouts.adopt_addresses(db)
     return thread
 
 

@@ -125,7 +125,7 @@ def _names(worker: Any, group: int, prefix: str, *, merged: bool) -> list[str]:
     ]
 
 
-class Place:
+class Lookups:
     """What lookups of one worker over some groups are made with."""
 
     __slots__ = ("rules", "scheme", "tools")
@@ -158,8 +158,8 @@ class Place:
         }
 
 
-def _place(worker: Any, ids: list[int]) -> Place | None:
-    """The place of lookups over these groups; None leaves them to stock."""
+def _lookups_of(worker: Any, ids: list[int]) -> Lookups | None:
+    """What lookups over these groups are made with; None leaves them to stock."""
     db, coord = worker.token_database, worker.cache_coordinator
     stamp = (
         tuple(ids),
@@ -172,57 +172,57 @@ def _place(worker: Any, ids: list[int]) -> Place | None:
         tuple(db.get_block_size(i) for i in ids),
         None if coord is None else rules_of(coord),
     )
-    places = worker.__dict__.setdefault("_kvmask_places", {})
-    if stamp in places:
-        found: Place | None = places[stamp]
+    kept = worker.__dict__.setdefault("_kvmask_lookups", {})
+    if stamp in kept:
+        found: Lookups | None = kept[stamp]
         return found
     merged = coord is not None
     rules = _with_coordinator(worker, ids) if merged else _without_coordinator(worker, ids)
-    place = None
+    lookups = None
     try:
-        place = None if rules is None else Place(worker, ids, rules, merged=merged)
+        lookups = None if rules is None else Lookups(worker, ids, rules, merged=merged)
     except (ArgumentError, TypeError) as error:
         stays("lookups", str(error))
-    if len(places) > 16:
-        places.clear()
-    places[stamp] = place
-    return place
+    if len(kept) > 16:
+        kept.clear()
+    kept[stamp] = lookups
+    return lookups
 
 
-def _held(place: Place, tokens: int, num_tokens: int) -> Held | None:
+def _held(lookups: Lookups, tokens: int, num_tokens: int) -> Held | None:
     """What the accelerator holds: every group's blocks below its hit, as stock counts them."""
     if tokens <= 0:
         return None
     tokens = min(tokens, num_tokens)
-    return Held(tuple(Bitset.ones(tokens // g.block_size) for g in place.scheme.groups), 0)
+    return Held(tuple(Bitset.ones(tokens // g.block_size) for g in lookups.scheme.groups), 0)
 
 
 def _plan(
     worker: Any, token_len: int, block_hashes: Any, ids: list[int], hbm_hit_tokens: int
 ) -> LookupPlan | None:
     """The plan of a lookup; None leaves it to stock."""
-    place = _place(worker, ids)
-    if place is None:
+    lookups = _lookups_of(worker, ids)
+    if lookups is None:
         return None
     digests = digests_of(block_hashes)
     if digests is None:
         stays("lookups", "block hashes that are no list of bytes or text")
         return None
     # Stock fails where it looks past the last digest, which depends on the groups.
-    if len(digests) < token_len // place.rules.hash_block_size:
+    if len(digests) < token_len // lookups.rules.hash_block_size:
         stays("lookups", "a length that its digests do not cover")
         return None
     merged = worker.cache_coordinator is not None
     most = token_len if merged else min(token_len, worker.max_model_len)
     strategy = _default["lookup"]
     return LookupPlan(
-        place.scheme,
+        lookups.scheme,
         digests,
         # A plan leaves one token to compute; stock's scheduler takes care of that itself.
-        place.rules.align(max(0, most)) + 1,
-        held=_held(place, hbm_hit_tokens, token_len) if merged else None,
+        lookups.rules.align(max(0, most)) + 1,
+        held=_held(lookups, hbm_hit_tokens, token_len) if merged else None,
         strategy=strategy,
-        tools=place.tools[strategy],
+        tools=lookups.tools[strategy],
     )
 
 

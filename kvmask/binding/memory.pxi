@@ -1,9 +1,9 @@
-# Memory by address: copies between the pieces of blocks and one place per block, and views of it.
+# Memory by address: copies between the pieces of blocks and one buffer per block, and views of it.
 # An address says nothing of what lies there. Callers keep what they name alive.
 
 cdef struct km_copy:
     char *piece
-    char *place
+    char *buffer
     size_t size
 
 
@@ -11,9 +11,9 @@ cdef void _copy_all(km_copy *copies, Py_ssize_t n, bint out) noexcept nogil:
     cdef Py_ssize_t i
     for i in range(n):
         if out:
-            memcpy(copies[i].piece, copies[i].place, copies[i].size)
+            memcpy(copies[i].piece, copies[i].buffer, copies[i].size)
         else:
-            memcpy(copies[i].place, copies[i].piece, copies[i].size)
+            memcpy(copies[i].buffer, copies[i].piece, copies[i].size)
 
 
 cdef uint64_t _plain(object value) except? 7:
@@ -23,15 +23,15 @@ cdef uint64_t _plain(object value) except? 7:
     return value
 
 
-cdef _copy_rows(list addresses, list sizes, list places, bint out):
+cdef _copy_rows(list addresses, list sizes, list buffers, bint out):
     cdef Py_ssize_t i, j, n = 0, count = len(addresses)
     cdef list row, lengths
     cdef km_copy *copies
-    cdef uint64_t place
-    if len(sizes) != count or len(places) != count:
+    cdef uint64_t buffer
+    if len(sizes) != count or len(buffers) != count:
         raise ArgumentError(
-            "`addresses`, `sizes` and `places` must have one entry per block, "
-            f"got {count}, {len(sizes)} and {len(places)}"
+            "`addresses`, `sizes` and `buffers` must have one entry per block, "
+            f"got {count}, {len(sizes)} and {len(buffers)}"
         )
     for i in range(count):
         row, lengths = addresses[i], sizes[i]
@@ -45,12 +45,12 @@ cdef _copy_rows(list addresses, list sizes, list places, bint out):
         n = 0
         for i in range(count):
             row, lengths = addresses[i], sizes[i]
-            place = _plain(places[i])
+            buffer = _plain(buffers[i])
             for j in range(len(row)):
                 copies[n].piece = <char *><size_t>_plain(row[j])
                 copies[n].size = _plain(lengths[j])
-                copies[n].place = <char *><size_t>place
-                place += copies[n].size
+                copies[n].buffer = <char *><size_t>buffer
+                buffer += copies[n].size
                 n += 1
         with nogil:
             _copy_all(copies, n, out)
@@ -58,25 +58,25 @@ cdef _copy_rows(list addresses, list sizes, list places, bint out):
         free(copies)
 
 
-def gather(list addresses not None, list sizes not None, list places not None):
-    """Copy the pieces of each block, one after another, to one place.
+def gather(list addresses not None, list sizes not None, list buffers not None):
+    """Copy the pieces of each block, one after another, to one buffer.
 
     Args:
         addresses: Per block a list of the addresses of its pieces.
         sizes: Per block a list of their sizes in bytes.
-        places: Per block the address to copy to.
+        buffers: Per block the address to copy to.
 
     Raises:
         ArgumentError: There is not one entry per block, or not one size per piece.
         TypeError: A number is no plain int.
         OverflowError: A number does not fit 64 bits without a sign.
     """
-    _copy_rows(addresses, sizes, places, False)
+    _copy_rows(addresses, sizes, buffers, False)
 
 
-def scatter(list addresses not None, list sizes not None, list places not None):
-    """The reverse of `gather`: from one place per block to its pieces."""
-    _copy_rows(addresses, sizes, places, True)
+def scatter(list addresses not None, list sizes not None, list buffers not None):
+    """The reverse of `gather`: from one buffer per block to its pieces."""
+    _copy_rows(addresses, sizes, buffers, True)
 
 
 def memory_at(uint64_t address, Py_ssize_t size):

@@ -70,7 +70,8 @@ def show_lines(contract: Contract, with_seed: bool) -> Iterator[tuple[str, str]]
             yield "  payload", text or "not stated"
     described = len(contract._local)
     if described:
-        yield "places", f"{described} described, with facts of their own"
+        whose = "its" if described == 1 else "their"
+        yield "described", f"{counted(described, 'shard')} with facts of {whose} own"
 
 
 def run_show(args: argparse.Namespace) -> int:

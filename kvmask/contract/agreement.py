@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from kvmask._core import BlockHashes, shown
 from kvmask.contract.bound import BoundContract
 from kvmask.contract.memory import (
-    LocalPlace,
+    LocalShard,
     by_group,
     check_chunks,
-    facts_by_place,
+    facts_by_shard,
     layout_rows,
     named_groups,
     payload_row,
@@ -149,7 +149,7 @@ class Contract(Portable):
     fingerprint: str
     scheme: Scheme
     _filled: tuple[FilledGroup, ...]
-    _local: Mapping[LocalPlace, PayloadFacts]
+    _local: Mapping[LocalShard, PayloadFacts]
 
     def __init__(
         self,
@@ -343,9 +343,9 @@ class Contract(Portable):
                     "`payload=layouts` (or a dtype in `facts`) to the contract, got "
                     f"{self.payload[index]} and facts of {list(self.facts)}"
                 )
-            places = self._places(index, row, ranks)
-            self._compare(index, places)
-            check_stated(self.facts, places.values(), f"layouts[{self.names[index]!r}]")
+            shards = self._by_shard(index, row, ranks)
+            self._compare(index, shards)
+            check_stated(self.facts, shards.values(), f"layouts[{self.names[index]!r}]")
         devices = sorted({str(item.device) for row in rows for item in row if item.storages})
         if len(devices) > 1:
             raise ArgumentError(f"`layouts` must be on one device, got {devices}")
@@ -368,34 +368,34 @@ class Contract(Portable):
         ranks = self.ranks.own(tp_rank, pp_rank, None, 0)
         known = dict(self._local)
         for index, row in enumerate(layout_rows(layouts, self.names, self._filled, ranks)):
-            places = self._places(index, row, ranks)
-            self._compare(index, places)
+            shards = self._by_shard(index, row, ranks)
+            self._compare(index, shards)
             if self.ranks.pp_size > 1 or not self._filled[index].ranks.even:
-                known.update(places)
+                known.update(shards)
         return self._knowing(known)
 
-    def _places(
+    def _by_shard(
         self, index: int, row: Sequence[KVLayout], ranks: OwnRanks
-    ) -> dict[LocalPlace, PayloadFacts]:
-        return facts_by_place(
+    ) -> dict[LocalShard, PayloadFacts]:
+        return facts_by_shard(
             index, row, self.groups[index], self._filled[index], self.ranks.dcp_size, ranks
         )
 
-    def _compare(self, index: int, places: Mapping[LocalPlace, PayloadFacts]) -> None:
+    def _compare(self, index: int, shards: Mapping[LocalShard, PayloadFacts]) -> None:
         shared = self.payload[index]
-        for place, facts in places.items():
+        for shard, facts in shards.items():
             found = []
             if shared is not None:
-                found += shared[place.part].differences(facts, subset=self.ranks.pp_size > 1)
-            if place in self._local:
-                found += self._local[place].differences(facts)
+                found += shared[shard.part].differences(facts, subset=self.ranks.pp_size > 1)
+            if shard in self._local:
+                found += self._local[shard].differences(facts)
             if found:
                 raise ArgumentError(
                     f"`layouts[{self.names[index]!r}]` must have the facts that the contract "
                     f"states of the group, got {'; '.join(dict.fromkeys(found))}"
                 )
 
-    def _knowing(self, known: Mapping[LocalPlace, PayloadFacts]) -> Contract:
+    def _knowing(self, known: Mapping[LocalShard, PayloadFacts]) -> Contract:
         made = object.__new__(Contract)
         for name in self.__slots__:
             object.__setattr__(made, name, getattr(self, name))

@@ -99,7 +99,7 @@ def _policy(contract: Contract) -> dict[str, Any]:
             for group in contract.groups
         ],
         "grid": {item.name: getattr(contract.ranks, item.name) for item in fields(contract.ranks)},
-        "memory of ranks": {str(place): f.plain() for place, f in contract._local.items()},
+        "memory of ranks": {str(shard): f.plain() for shard, f in contract._local.items()},
     }
 
 

@@ -41,7 +41,7 @@ from kvmask.ranks import RankGrid
 VERSION = 1
 MAX_CHARACTERS = 1 << 24
 MAX_DEPTH = 32
-#: Tensors of a block; no layout has more pieces (see `kvmask.layout.MAX_SEGMENTS`).
+#: Tensors of a block; no layout has more pieces (see `kvmask.regions.MAX_SEGMENTS`).
 MAX_LAYERS = 65_536
 
 
@@ -138,13 +138,13 @@ def _group_fields(contract: Any, index: int, own_keys: bool) -> dict[str, Any]:
     found["payload"] = payload and [facts.plain() for facts in payload]
     local = [
         {
-            "part": place.part,
-            "tensor": place.tensor,
-            "stage": place.stage,
+            "part": shard.part,
+            "tensor": shard.tensor,
+            "stage": shard.stage,
             "facts": facts.plain(),
         }
-        for place, facts in contract._local.items()
-        if place.group == index
+        for shard, facts in contract._local.items()
+        if shard.group == index
     ]
     if local:
         found["namespaces"] = local
@@ -305,12 +305,12 @@ def decode(
             ]
         for i, item in enumerate(row.take("namespaces", list, [])):
             entry = _Fields(item, f"{row.path}.namespaces[{i}]")
-            place = (index, *(entry.take(part, int) for part in ("part", "tensor", "stage")))
-            if place in local:
+            shard = (index, *(entry.take(part, int) for part in ("part", "tensor", "stage")))
+            if shard in local:
                 raise ArgumentError(
-                    f"`{row.path}.namespaces` must name each place once, got {place[1:]} again"
+                    f"`{row.path}.namespaces` must name each shard once, got {shard[1:]} again"
                 )
-            local[place] = _payload(_Fields(entry.take("facts", dict), f"{entry.path}.facts"))
+            local[shard] = _payload(_Fields(entry.take("facts", dict), f"{entry.path}.facts"))
             entry.end()
         if keys is None:
             schemas = row.take("keys", list)

@@ -13,7 +13,7 @@ from kvmask.payload import PayloadFacts
 from kvmask.ranks import GroupRanks, OwnRanks
 
 
-class LocalPlace(NamedTuple):
+class LocalShard(NamedTuple):
     """What facts of one rank's memory belong to.
 
     Attributes:
@@ -192,35 +192,35 @@ def layout_rows(
     return rows
 
 
-def facts_by_place(
+def facts_by_shard(
     index: int,
     row: Sequence[KVLayout],
     group: Group,
     filled: FilledGroup,
     contexts: int,
     ranks: OwnRanks,
-) -> dict[LocalPlace, PayloadFacts]:
+) -> dict[LocalShard, PayloadFacts]:
     """The facts of each layout of one group of a rank."""
     parts, own = len(filled.templates), filled.ranks.own(ranks.tp_rank)
     return {
-        LocalPlace(index, i % parts, own[i // parts][0], ranks.pp_rank): facts_of(
+        LocalShard(index, i % parts, own[i // parts][0], ranks.pp_rank): facts_of(
             layout, group, filled.ranks, contexts
         )
         for i, layout in enumerate(row)
     }
 
 
-def check_places(places: Iterable[LocalPlace], groups: Sequence[FilledGroup]) -> None:
+def check_shards(shards: Iterable[LocalShard], groups: Sequence[FilledGroup]) -> None:
     """Refuse facts of a rank that the grid does not have."""
-    for place in places:
-        group = groups[place.group]
+    for shard in shards:
+        group = groups[shard.group]
         tensors = {namespace.tensor for namespace in group.ranks.namespaces()}
         if not (
-            0 <= place.part < len(group.templates)
-            and place.tensor in tensors
-            and place.stage in group.ranks.stages
+            0 <= shard.part < len(group.templates)
+            and shard.tensor in tensors
+            and shard.stage in group.ranks.stages
         ):
             raise ArgumentError(
-                f"`groups[{place.group}].namespaces` must be of the ranks, "
-                f"got part {place.part}, tensor {place.tensor} and stage {place.stage}"
+                f"`groups[{shard.group}].namespaces` must be of the ranks, "
+                f"got part {shard.part}, tensor {shard.tensor} and stage {shard.stage}"
             )

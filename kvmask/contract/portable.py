@@ -7,7 +7,7 @@ from os import PathLike
 from typing import Any, Self
 
 from kvmask.contract.bound import Frozen
-from kvmask.contract.memory import LocalPlace, check_places
+from kvmask.contract.memory import LocalShard, check_shards
 from kvmask.contract.templates import FilledGroup
 from kvmask.errors import ArgumentError
 from kvmask.hashing.origin import DigestOrigin
@@ -27,7 +27,7 @@ class Portable(Frozen):
         """What digests of this contract are made with; None when it cannot hash."""
         raise NotImplementedError
 
-    def _knowing(self, known: Mapping[LocalPlace, PayloadFacts]) -> Self:
+    def _knowing(self, known: Mapping[LocalShard, PayloadFacts]) -> Self:
         raise NotImplementedError
 
     def to_json(self, *, with_seed: bool = False) -> str:
@@ -69,8 +69,8 @@ class Portable(Frozen):
                 "`fingerprint` must be that of the contract it stands in, "
                 f"got {fingerprint!r} and {contract.fingerprint!r}"
             )
-        known = {LocalPlace(*place): facts for place, facts in local.items()}
-        check_places(known, contract._filled)
+        known = {LocalShard(*shard): facts for shard, facts in local.items()}
+        check_shards(known, contract._filled)
         return contract._knowing(known)
 
     def write(self, path: str | PathLike[str], *, with_seed: bool = False) -> None:

@@ -73,21 +73,21 @@ _KNOWN = frozenset(
 _OPAQUE = frozenset({"uint8", "int8", "bool"})
 
 
-def check_stated(facts: Mapping[str, Fact], places: Iterable[PayloadFacts], name: str) -> None:
+def check_stated(facts: Mapping[str, Fact], layouts: Iterable[PayloadFacts], name: str) -> None:
     """Refuse memory of another element type or size than the user's facts state.
 
     A dtype that is no element type's name is the user's own word, and is not compared.
 
     Args:
         facts: The contract's facts.
-        places: What the layouts of one group say.
+        layouts: What the layouts of one group say.
         name: The argument, for messages.
 
     Raises:
         ArgumentError: They disagree.
     """
     said, size = facts.get("dtype"), facts.get("block_bytes")
-    for found in places:
+    for found in layouts:
         if isinstance(said, str) and found.dtype is not None:
             stated = _DTYPES.get(said.lower(), said.removeprefix("torch."))
             named = stated in _KNOWN or stated.startswith("float8_")

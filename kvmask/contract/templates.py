@@ -8,7 +8,7 @@ from typing import Any
 
 from kvmask._core import KeyBuilder
 from kvmask.errors import ArgumentError
-from kvmask.keys.base import KeyPlace, KeySchema
+from kvmask.keys.base import KeyRanks, KeySchema
 from kvmask.keys.strict import StrictKeys
 from kvmask.keys.vllm import VllmKeys, store_numbers
 from kvmask.ranks import GroupRanks, Namespace, RankGrid
@@ -71,7 +71,7 @@ def _sequence(given: Any, name: str) -> Sequence[Any]:
 def _check_blank(schema: KeySchema, name: str) -> None:
     """Refuse a template that says already what the contract fills in."""
     for item in fields(schema):  # type: ignore[arg-type]
-        source = schema.places.get(item.name)
+        source = schema.rank_fields.get(item.name)
         value = getattr(schema, item.name)
         if source is not None and not source.endswith("_size") and value != item.default:
             raise ArgumentError(
@@ -161,16 +161,16 @@ class FilledGroup:
     number: int
     ranks: GroupRanks
 
-    def schemas(self, grid: RankGrid, places: Iterable[Namespace]) -> list[KeySchema]:
+    def schemas(self, grid: RankGrid, namespaces: Iterable[Namespace]) -> list[KeySchema]:
         """Filled templates, all objects of a block beside each other."""
         shards = self.ranks.shards
         return [
             schema.fill(
-                KeyPlace(
-                    tensor=place.tensor,
-                    context=place.context,
-                    prefill=place.prefill,
-                    stage=place.stage,
+                KeyRanks(
+                    tensor=namespace.tensor,
+                    context=namespace.context,
+                    prefill=namespace.prefill,
+                    stage=namespace.stage,
                     group=self.number,
                     shards=shards,
                     tensor_size=grid.tp_size,
@@ -179,7 +179,7 @@ class FilledGroup:
                     stage_size=grid.pp_size,
                 )
             )
-            for place in places
+            for namespace in namespaces
             for schema in self.templates
         ]
 
@@ -196,11 +196,11 @@ def fill_all(
             rows.append(())
             continue
         _check_sizes(group, names[index], grid)
-        places = group.ranks.namespaces()
-        row = tuple(schema.builder for schema in group.schemas(grid, places))
+        namespaces = group.ranks.namespaces()
+        row = tuple(schema.builder for schema in group.schemas(grid, namespaces))
         count = len(group.templates)
         for at, builder in enumerate(row):
-            owner = index, places[at // count], at % count
+            owner = index, namespaces[at // count], at % count
             text = builder.prefix, builder.suffix
             if text in owners:
                 raise ArgumentError(_clash(owners[text], owner, groups, names, builder))
@@ -214,7 +214,7 @@ def _check_sizes(group: FilledGroup, name: str, grid: RankGrid) -> None:
     filled = group.schemas(grid, [Namespace(0, 0, 0, 0)])
     for template, schema in zip(group.templates, filled, strict=True):
         for item in fields(template):  # type: ignore[arg-type]
-            source = template.places.get(item.name)
+            source = template.rank_fields.get(item.name)
             if source is None or not source.endswith("_size"):
                 continue
             mine, right = getattr(template, item.name), getattr(schema, item.name)
@@ -233,10 +233,10 @@ def _clash(
     builder: KeyBuilder,
 ) -> str:
     """Why two namespaces have the same keys."""
-    (group, place, part), (other, place_2, part_2) = first, second
+    (group, namespace, part), (other, namespace_2, part_2) = first, second
     shown = f"{builder.prefix}...{builder.suffix}"
     if group != other:
-        if "group" not in groups[group].templates[part].places.values():
+        if "group" not in groups[group].templates[part].rank_fields.values():
             return (
                 f"`keys` must have a field for the group, or a template of its own for each of the "
                 f"groups {names[group]!r} and {names[other]!r}, got {shown!r} for both"
@@ -257,7 +257,7 @@ def _clash(
         "stage": "the pipeline rank",
     }
     for name, text in words.items():
-        mine, theirs = getattr(place, name), getattr(place_2, name)
+        mine, theirs = getattr(namespace, name), getattr(namespace_2, name)
         if mine != theirs:
             return (
                 f"`keys` of group {names[group]!r} must have a field for {text}, "
@@ -277,7 +277,11 @@ def template_fields(schema: KeySchema) -> dict[str, Any]:
     """The fields of a template that a contract's JSON holds: those that are not the default."""
     found: dict[str, Any] = {}
     for item in fields(schema):  # type: ignore[arg-type]
-        if not item.init or item.name in schema.places or item.name in ("facts", "facts_digest"):
+        if (
+            not item.init
+            or item.name in schema.rank_fields
+            or item.name in ("facts", "facts_digest")
+        ):
             continue
         value = getattr(schema, item.name)
         default = item.default

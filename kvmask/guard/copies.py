@@ -15,17 +15,17 @@ Rows = Sequence[list[int]]
 
 
 class Copies(Protocol):
-    """Copies the pieces of blocks to their places in a chunk and back."""
+    """Copies the pieces of blocks to their offsets in a chunk and back."""
 
     def open(self, chunk: Chunk) -> None:
         """Prepare a new chunk."""
         ...
 
-    def gather(self, addresses: Rows, sizes: Rows, chunk: Chunk, places: list[int]) -> None:
+    def gather(self, addresses: Rows, sizes: Rows, chunk: Chunk, offsets: list[int]) -> None:
         """Copy blocks to offsets in a chunk. When it returns, the bytes are there."""
         ...
 
-    def scatter(self, addresses: Rows, sizes: Rows, chunk: Chunk, places: list[int]) -> None:
+    def scatter(self, addresses: Rows, sizes: Rows, chunk: Chunk, offsets: list[int]) -> None:
         """Copy from offsets in a chunk to blocks. When it returns, the bytes are there."""
         ...
 
@@ -54,13 +54,13 @@ class HostCopies:
     def open(self, chunk: Chunk) -> None:
         """Nothing to do."""
 
-    def gather(self, addresses: Rows, sizes: Rows, chunk: Chunk, places: list[int]) -> None:
+    def gather(self, addresses: Rows, sizes: Rows, chunk: Chunk, offsets: list[int]) -> None:
         """From the blocks' pieces into the chunk."""
-        _core.gather(list(addresses), list(sizes), [chunk.address + place for place in places])
+        _core.gather(list(addresses), list(sizes), [chunk.address + offset for offset in offsets])
 
-    def scatter(self, addresses: Rows, sizes: Rows, chunk: Chunk, places: list[int]) -> None:
+    def scatter(self, addresses: Rows, sizes: Rows, chunk: Chunk, offsets: list[int]) -> None:
         """From the chunk to the blocks' pieces."""
-        _core.scatter(list(addresses), list(sizes), [chunk.address + place for place in places])
+        _core.scatter(list(addresses), list(sizes), [chunk.address + offset for offset in offsets])
 
 
 class TorchCopies:
@@ -127,22 +127,22 @@ class TorchCopies:
         if int(runtime.cudaHostRegister(chunk.address, chunk.size, 0)) == 0:
             chunk.unlock = lambda: runtime.cudaHostUnregister(chunk.address)
 
-    def gather(self, addresses: Rows, sizes: Rows, chunk: Chunk, places: list[int]) -> None:
+    def gather(self, addresses: Rows, sizes: Rows, chunk: Chunk, offsets: list[int]) -> None:
         """From the blocks' pieces into the chunk."""
-        self._copy(addresses, sizes, chunk, places, out=False)
+        self._copy(addresses, sizes, chunk, offsets, out=False)
 
-    def scatter(self, addresses: Rows, sizes: Rows, chunk: Chunk, places: list[int]) -> None:
+    def scatter(self, addresses: Rows, sizes: Rows, chunk: Chunk, offsets: list[int]) -> None:
         """From the chunk to the blocks' pieces."""
-        self._copy(addresses, sizes, chunk, places, out=True)
+        self._copy(addresses, sizes, chunk, offsets, out=True)
 
     def _copy(
-        self, addresses: Rows, sizes: Rows, chunk: Chunk, places: list[int], *, out: bool
+        self, addresses: Rows, sizes: Rows, chunk: Chunk, offsets: list[int], *, out: bool
     ) -> None:
         torch = self._torch
         host = torch.frombuffer(chunk.view, dtype=torch.uint8)
         with torch.no_grad(), torch.cuda.stream(self._stream):
-            for row, lengths, place in zip(addresses, sizes, places, strict=True):
-                at = place
+            for row, lengths, offset in zip(addresses, sizes, offsets, strict=True):
+                at = offset
                 for address, size in zip(row, lengths, strict=True):
                     piece, here = self._piece(address, size), host[at : at + size]
                     if out:

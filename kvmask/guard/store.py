@@ -173,9 +173,9 @@ class StoreGuard:
             raise ArgumentError(f"a guard must be given puts and gets, got {name}")
         keys, addresses, sizes, *more = args
         totals = [sum(row) for row in sizes]
-        places, used = [], 0
+        offsets, used = [], 0
         for n in totals:
-            places.append(used)
+            offsets.append(used)
             used += self._need(n)
         if used > self._limits.chunk_bytes:
             raise ArgumentError(
@@ -199,10 +199,10 @@ class StoreGuard:
         try:
             if name == PUT:
                 codes, settled = self._put(
-                    store, keys, addresses, sizes, more, totals, chunk, places
+                    store, keys, addresses, sizes, more, totals, chunk, offsets
                 )
             else:
-                codes, settled = self._get(store, keys, addresses, sizes, totals, chunk, places)
+                codes, settled = self._get(store, keys, addresses, sizes, totals, chunk, offsets)
         finally:
             # Also when the call raised: nobody knows how far it came.
             if settled:
@@ -212,30 +212,33 @@ class StoreGuard:
         return codes
 
     def _rows(
-        self, addresses: Any, sizes: Any, totals: list[int], chunk: Chunk, places: list[int]
+        self, addresses: Any, sizes: Any, totals: list[int], chunk: Chunk, offsets: list[int]
     ) -> tuple[list[list[int]], list[list[int]]]:
         """What the store is given in place of the engine's pieces."""
         if self.isolates:
             return (
-                [[chunk.address + place] for place in places],
+                [[chunk.address + offset] for offset in offsets],
                 [[n + self._extra] for n in totals],
             )
         return (
-            [[*row, chunk.address + place] for row, place in zip(addresses, places, strict=True)],
+            [
+                [*row, chunk.address + offset]
+                for row, offset in zip(addresses, offsets, strict=True)
+            ],
             [[*row, SEAL_BYTES] for row in sizes],
         )
 
     def _seal_in(
-        self, key: str, addresses: Any, sizes: Any, n: int, chunk: Chunk, place: int
+        self, key: str, addresses: Any, sizes: Any, n: int, chunk: Chunk, offset: int
     ) -> tuple[bytes, slice]:
-        """The seal of the bytes that lie there now, and its own place in the chunk."""
+        """The seal of the bytes that lie there now, and its own offset in the chunk."""
         assert self._seal is not None
         if self.isolates:
-            pieces = [chunk.view[place : place + n]]
-            place += n
+            pieces = [chunk.view[offset : offset + n]]
+            offset += n
         else:
             pieces = [memory_at(*piece) for piece in zip(addresses, sizes, strict=True)]
-        return self._seal(key, pieces), slice(place, place + SEAL_BYTES)
+        return self._seal(key, pieces), slice(offset, offset + SEAL_BYTES)
 
     def _put(
         self,
@@ -246,17 +249,17 @@ class StoreGuard:
         more: list[Any],
         totals: list[int],
         chunk: Chunk,
-        places: list[int],
+        offsets: list[int],
     ) -> tuple[list[int], bool]:
         if self._copies is not None:
-            self._copies.gather(addresses, sizes, chunk, places)
+            self._copies.gather(addresses, sizes, chunk, offsets)
         if self.seals:
             for i, key in enumerate(keys):
                 seal, where = self._seal_in(
-                    key, addresses[i], sizes[i], totals[i], chunk, places[i]
+                    key, addresses[i], sizes[i], totals[i], chunk, offsets[i]
                 )
                 chunk.view[where] = seal
-        rows = self._rows(addresses, sizes, totals, chunk, places)
+        rows = self._rows(addresses, sizes, totals, chunk, offsets)
         codes = read_answers(getattr(store, PUT)(keys, *rows, *more), len(keys))
         policy = self._policy
         settled = all(
@@ -273,9 +276,9 @@ class StoreGuard:
         sizes: Any,
         totals: list[int],
         chunk: Chunk,
-        places: list[int],
+        offsets: list[int],
     ) -> tuple[list[int], bool]:
-        rows = self._rows(addresses, sizes, totals, chunk, places)
+        rows = self._rows(addresses, sizes, totals, chunk, offsets)
         given = read_answers(getattr(store, GET)(keys, *rows), len(keys))
         policy = self._policy
         settled = all(code >= 0 or policy.settled(code) for code in given)
@@ -284,7 +287,7 @@ class StoreGuard:
         for i, (got, n) in enumerate(zip(given, totals, strict=True)):
             whole = got == n + self._extra or policy.loaded(got, n + self._extra)
             if whole and self.seals:
-                seal, where = self._seal_in(keys[i], addresses[i], sizes[i], n, chunk, places[i])
+                seal, where = self._seal_in(keys[i], addresses[i], sizes[i], n, chunk, offsets[i])
                 whole = chunk.view[where] == seal
             if whole:
                 good.append(i)
@@ -300,7 +303,7 @@ class StoreGuard:
                 addresses if every else [addresses[i] for i in good],
                 sizes if every else [sizes[i] for i in good],
                 chunk,
-                places if every else [places[i] for i in good],
+                offsets if every else [offsets[i] for i in good],
             )
         return given, settled
 

@@ -154,7 +154,7 @@ class AscendKeys(KeySchema):
         return "ascend"
 
     @property
-    def places(self) -> Mapping[str, str]:
+    def rank_fields(self) -> Mapping[str, str]:
         """Those that keys of this release have."""
         absent = {"group_id"} if _form(self.release) == "0.13" else set()
         if _form(self.release) == "0.28":

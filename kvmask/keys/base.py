@@ -91,7 +91,7 @@ def read_digest(text: str, key: str) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class KeyPlace:
+class KeyRanks:
     """Whose keys a template is filled in for: one rank namespace of one group.
 
     Attributes:
@@ -154,8 +154,8 @@ class KeySchema:
         return self._builder
 
     @property
-    def places(self) -> Mapping[str, str]:
-        """Field to the attribute of a `KeyPlace` that it holds, for all fields to be filled in."""
+    def rank_fields(self) -> Mapping[str, str]:
+        """Field to the attribute of a `KeyRanks` that it holds, for all fields to be filled in."""
         return {}
 
     @property
@@ -173,21 +173,21 @@ class KeySchema:
         """Builds the store's group ids, which name what is evicted together; None: it has none."""
         return None
 
-    def fill(self: S, place: KeyPlace) -> S:
+    def fill(self: S, ranks: KeyRanks) -> S:
         """This template for one rank namespace of one group.
 
         Nothing is checked or warned about again: the template was when it was made.
 
         Args:
-            place: Ranks, group and sizes.
+            ranks: Ranks, group and sizes.
         """
-        return self._with(**self._filled(place))
+        return self._with(**self._filled(ranks))
 
-    def _filled(self, place: KeyPlace) -> dict[str, Any]:
-        """The fields that a place fills in."""
-        if not isinstance(place, KeyPlace):
-            raise TypeError(f"`place` must be a KeyPlace, got {type(place).__name__}")
-        return {name: getattr(place, source) for name, source in self.places.items()}
+    def _filled(self, ranks: KeyRanks) -> dict[str, Any]:
+        """The fields that hold ranks, with their values."""
+        if not isinstance(ranks, KeyRanks):
+            raise TypeError(f"`ranks` must be KeyRanks, got {type(ranks).__name__}")
+        return {name: getattr(ranks, source) for name, source in self.rank_fields.items()}
 
     def _with(self: S, **fields: Any) -> S:
         made = copy.copy(self)

@@ -136,7 +136,7 @@ class LMCacheKeys(KeySchema):
         return "own"
 
     @property
-    def places(self) -> Mapping[str, str]:
+    def rank_fields(self) -> Mapping[str, str]:
         """The worker's number and their count; a group has none."""
         return {"world_size": "world_size", "worker_id": "world_rank"}
 
@@ -225,7 +225,7 @@ class LMCacheObjectKeys(KeySchema):
         return "own"
 
     @property
-    def places(self) -> Mapping[str, str]:
+    def rank_fields(self) -> Mapping[str, str]:
         """The worker's number, their count and the object group."""
         return {"world_size": "world_size", "rank": "world_rank", "object_group": "group"}
 

@@ -36,7 +36,7 @@ from kvmask._core import KeyBuilder, build_keys
 from kvmask.errors import ArgumentError, KeyFormatError
 from kvmask.keys.base import (
     Hashes,
-    KeyPlace,
+    KeyRanks,
     KeySchema,
     Mask,
     check_counts,
@@ -151,14 +151,14 @@ class SglangKeys(KeySchema):
         return "equal bytes" if self.mla else "own"
 
     @property
-    def places(self) -> Mapping[str, str]:
+    def rank_fields(self) -> Mapping[str, str]:
         """Ranks and sizes; a group has none, its `part` tells it apart."""
         return PLACES
 
-    def _filled(self, place: KeyPlace) -> dict[str, Any]:
-        fields = super()._filled(place)
-        if place.context_size > 1 and not self.mla:
-            raise ArgumentError(f"`dcp_size` must be 1 without `mla`, got {place.context_size}")
+    def _filled(self, ranks: KeyRanks) -> dict[str, Any]:
+        fields = super()._filled(ranks)
+        if ranks.context_size > 1 and not self.mla:
+            raise ArgumentError(f"`dcp_size` must be 1 without `mla`, got {ranks.context_size}")
         return fields
 
     def _assemble(self) -> None:

@@ -169,7 +169,7 @@ class StrictKeys(KeySchema):
         return self._with(facts={}, facts_digest=digest)
 
     @property
-    def places(self) -> Mapping[str, str]:
+    def rank_fields(self) -> Mapping[str, str]:
         """All five are filled in."""
         return RANK_PLACES
 

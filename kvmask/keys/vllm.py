@@ -186,7 +186,7 @@ class VllmKeys(KeySchema):
         self._assemble()
 
     @property
-    def places(self) -> Mapping[str, str]:
+    def rank_fields(self) -> Mapping[str, str]:
         """All five are filled in."""
         return RANK_PLACES
 

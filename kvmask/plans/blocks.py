@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,49 +17,10 @@ from kvmask.plans.breaker import Breaker, no_answer
 from kvmask.plans.calls import WAIT, Call, Guard, check_event, is_wrong_call, new_call
 from kvmask.plans.policy import CALL_FAILED, NOT_TRIED, OVERSIZE, StorePolicy
 from kvmask.plans.results import BlockFailure, describe
-from kvmask.plans.scheme import GroupScheme, Scheme, scheme_of
+from kvmask.plans.scheme import GroupScheme, scheme_of
 from kvmask.plans.tools import PlanTools, tools_or_default
 
 Rows = list[list[int]]
-
-
-def as_list(items: Any, name: str) -> list[Any]:
-    """A list of the items of any iterable; anything else is an error that names the argument."""
-    try:
-        return list(items)
-    except TypeError:
-        raise TypeError(f"`{name}` must be a sequence, got {type(items).__name__}") from None
-
-
-def block_tables(scheme: Scheme, tables: Any) -> list[list[int]]:
-    """A block table per group, from a mapping by name or a sequence in order.
-
-    Lists are taken as they are, since a plan reads them once, when it is made. A mapping may leave
-    out groups of which this rank keeps nothing.
-
-    Raises:
-        ArgumentError: There is not one table per group, or a name is unknown.
-    """
-    if type(tables) is not tuple and isinstance(tables, Mapping):
-        names = [g.name for g in scheme.groups]
-        unknown = [name for name in tables if name not in names]
-        lacking = [g.name for g in scheme.groups if g.own and g.name not in tables]
-        if unknown or lacking:
-            raise ArgumentError(
-                f"`tables` must hold one block table per group, got {list(tables)!r} and {names}"
-            )
-        tables = [tables.get(name, ()) for name in names]
-    rows = tables if type(tables) is list else as_list(tables, "tables")
-    for table in rows:
-        if type(table) is not list:
-            rows = [t if type(t) is list else as_list(t, "tables") for t in rows]
-            break
-    if len(rows) != len(scheme.groups):
-        raise ArgumentError(
-            f"`tables` must hold one block table per group, got {len(rows)} and "
-            f"{len(scheme.groups)}"
-        )
-    return rows
 
 
 def _check_guard(guard: Guard | None, sealed: bool) -> None:
@@ -265,7 +226,7 @@ class BlockPlan:
         self._runs, self._each_bytes, self._total_bytes = [], None, 0
 
     def entry_of(self, position: int) -> tuple[Entries, int]:
-        """The group's keys that hold the key at a position of all keys, and its place there.
+        """The group's keys that hold the key at a position of all keys, and its index there.
 
         Args:
             position: Index among all keys of the plan.

@@ -15,12 +15,13 @@ from kvmask._core import (
 )
 from kvmask.coordinator import Hit
 from kvmask.errors import AlignmentError, ArgumentError, BlockIdError
-from kvmask.plans.blocks import BlockPlan, block_tables
+from kvmask.plans.blocks import BlockPlan
 from kvmask.plans.calls import EXISTS, GET, WAIT, Call, new_call
 from kvmask.plans.held import Held, held_of
 from kvmask.plans.policy import CALL_FAILED, NO_BOUNCE
 from kvmask.plans.results import BlockFailure, LoadResult, quarantine
 from kvmask.plans.scheme import GroupScheme, Scheme
+from kvmask.plans.tables import block_tables
 from kvmask.plans.tools import PlanTools
 
 

@@ -17,7 +17,7 @@ from kvmask._core import (
     read_answers,
 )
 from kvmask.errors import ArgumentError, PlanStateError
-from kvmask.plans.blocks import BlockPlan, Entries, Rows, block_tables
+from kvmask.plans.blocks import BlockPlan, Entries, Rows
 from kvmask.plans.calls import EXISTS, PUT, WAIT, Call, new_call
 from kvmask.plans.handoffs import Handoff, check_handoff, listed, note_handoff
 from kvmask.plans.held import Held, held_of
@@ -25,6 +25,7 @@ from kvmask.plans.lookup import check_digests
 from kvmask.plans.policy import CALL_FAILED, NOT_TRIED
 from kvmask.plans.results import BlockFailure, SaveResult, quarantine
 from kvmask.plans.scheme import GroupScheme
+from kvmask.plans.tables import block_tables, check_masks
 from kvmask.plans.tools import PlanTools
 
 
@@ -112,7 +113,7 @@ class SavePlan(BlockPlan):
         self._exact = self.num_tokens == num_tokens
         check_digests(scheme, self._hashes, self.num_tokens)
         if masks is not None:
-            _check_masks(masks, len(rows))
+            check_masks(masks, len(rows))
         self._mark = self.num_tokens
         self._stage = EXISTS
         self._twins: dict[int, list[int]] = {}
@@ -497,10 +498,3 @@ class SavePlan(BlockPlan):
             quarantine(self._failures) if self._failures else {},
             owner=self._owner,
         )
-
-
-def _check_masks(masks: Any, groups: int) -> None:
-    if not isinstance(masks, tuple | list):
-        raise TypeError(f"`masks` must be a sequence of masks, got {type(masks).__name__}")
-    if len(masks) != groups:
-        raise ArgumentError(f"`masks` must hold one mask per group, got {len(masks)} and {groups}")

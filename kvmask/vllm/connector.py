@@ -53,7 +53,7 @@ class _Receiving(StockReceiving):  # type: ignore[misc]
 def classes() -> dict[str, type]:
     """The classes that the connector gives to vLLM's objects, by the name of vLLM's class.
 
-    Layouts and databases get theirs by `kvmask.vllm.layouts.adopt_places`.
+    Layouts and databases get theirs by `kvmask.vllm.layouts.adopt_addresses`.
     """
     placed = fitting()
     methods: dict[str, Any] = {"close": _close}
@@ -95,7 +95,7 @@ def adopt_worker(worker: Any, lookup: str, renew: bool = False) -> None:
         adopt_coordinator(worker.coord)
     if fitting().has("layouts"):
         for db in worker.token_dbs:
-            layouts.adopt_places(db)
+            layouts.adopt_addresses(db)
     if not _adopt(worker, StockWorker):
         logger.error("kvmask leaves a worker to %s, which is not vLLM's", type(worker).__name__)
 

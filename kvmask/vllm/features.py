@@ -72,7 +72,7 @@ _KEYS = (
     "layout.key_for",
     "sharded_layout.key_for",
 )
-_PLACES = (
+_ADDRESSES = (
     "database.init",
     "database.set_addresses",
     "database.set_lengths",
@@ -87,7 +87,7 @@ _PLACES = (
 )
 _THREAD = (
     *_KEYS,
-    *_PLACES,
+    *_ADDRESSES,
     "thread.init",
     "thread.run",
     "thread.record",
@@ -197,7 +197,7 @@ FEATURES = (
     Feature(
         "layouts",
         ("layout.prepare_values", "sharded_layout.prepare_values", "database.prepare_values"),
-        (*_PLACES, "database.value_for_block"),
+        (*_ADDRESSES, "database.value_for_block"),
     ),
     Feature(
         "saving",

@@ -204,7 +204,7 @@ def tables_of(layout: Any) -> Tables | None:
     return _sharded(layout) if method is sharded_values else None
 
 
-def adopt_places(db: Any) -> None:
+def adopt_addresses(db: Any) -> None:
     """Let a database's layout, or the database where it has none, place blocks from the core.
 
     A class of others that has a `prepare_values` of its own keeps it.
@@ -222,4 +222,4 @@ class ChunkedTokenDatabase(StockDatabase):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        adopt_places(self)
+        adopt_addresses(self)

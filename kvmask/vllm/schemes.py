@@ -51,7 +51,7 @@ class Lengths:
         return Hit(0, (), ())
 
 
-class Place:
+class GroupIO:
     """Keys and addresses of one token database's blocks.
 
     Attributes:
@@ -68,23 +68,23 @@ class Place:
         self.eviction = eviction
 
 
-def place_of(db: Any) -> Place | None:
+def group_io(db: Any) -> GroupIO | None:
     """Keys and addresses of a database; None when it names or places blocks in its own way."""
     layout = getattr(db, "store_layout", db)
     tables = tables_of(layout)
-    kept = state(db).get("place")
+    kept = state(db).get("io")
     if kept is not None and kept[0] is layout and kept[1] is tables:
-        place: Place | None = kept[2]
-        return place
-    place = None
+        io: GroupIO | None = kept[2]
+        return io
+    io = None
     plain = getattr(type(db), "process_tokens", None) is StockDatabase.process_tokens
     if plain and "process_tokens" not in db.__dict__ and "key_for" not in layout.__dict__:
         prefixes = _prefixes(db, layout)
         named = all(p.endswith("@") for p in prefixes)
         if named and tables is not None and len(tables.regions) == len(prefixes):
-            place = Place(tables, tuple(KeyBuilder(p) for p in prefixes), _eviction(db, prefixes))
-    state(db)["place"] = (layout, tables, place)
-    return place
+            io = GroupIO(tables, tuple(KeyBuilder(p) for p in prefixes), _eviction(db, prefixes))
+    state(db)["io"] = (layout, tables, io)
+    return io
 
 
 def _prefixes(db: Any, layout: Any) -> list[str]:
@@ -123,18 +123,18 @@ def thread_plans(
         null_block: The block that is never transferred.
     """
     databases, rank = thread.token_databases, thread.tp_rank
-    places: list[Place | None] = []
+    per_group: list[GroupIO | None] = []
     for db, takes_part in zip(databases, participates(thread), strict=True):
-        place = place_of(db) if takes_part else None
-        if takes_part and place is None:
+        io = group_io(db) if takes_part else None
+        if takes_part and io is None:
             return None
-        places.append(place)
-    stamp = (places, alignment, steps, rank)
+        per_group.append(io)
+    stamp = (per_group, alignment, steps, rank)
     kept = state(thread).get("plans")
     if kept is not None and kept[0] == stamp:
         plans: ThreadPlans | None = kept[1]
         return plans
-    scheme = _thread_scheme(databases, places, alignment, steps, rank)
+    scheme = _thread_scheme(databases, per_group, alignment, steps, rank)
     plans = None
     if scheme is not None:
         tools = ThreadTools(
@@ -146,7 +146,7 @@ def thread_plans(
         )
         plans = ThreadPlans(scheme, tools)
     if steps is not None:
-        stamp = (places, alignment, list(steps), rank)
+        stamp = (per_group, alignment, list(steps), rank)
     state(thread)["plans"] = (stamp, plans)
     return plans
 
@@ -159,18 +159,20 @@ def participates(thread: Any) -> Sequence[bool]:
 
 def _thread_scheme(
     databases: Sequence[Any],
-    places: Sequence[Place | None],
+    per_group: Sequence[GroupIO | None],
     alignment: int | None,
     steps: Sequence[int] | None,
     rank: int,
 ) -> Scheme | None:
-    units = {db.hash_block_size for db, p in zip(databases, places, strict=True) if p is not None}
+    units = {
+        db.hash_block_size for db, p in zip(databases, per_group, strict=True) if p is not None
+    }
     if len(units) > 1:
         return None
     unit = units.pop() if units else 1
     loads = alignment is None
     groups = []
-    for g, (db, place) in enumerate(zip(databases, places, strict=True)):
+    for g, (db, io) in enumerate(zip(databases, per_group, strict=True)):
         step = 1 if steps is None else steps[g]
         groups.append(
             GroupScheme(
@@ -181,13 +183,13 @@ def _thread_scheme(
                 # entry for a hole.
                 "full" if loads else "window",
                 db.block_size,
-                cacheable=place is not None,
-                own=() if place is None else place.own,
-                layouts=() if place is None else tuple(place.tables.regions),
+                cacheable=io is not None,
+                own=() if io is None else io.own,
+                layouts=() if io is None else tuple(io.tables.regions),
                 writers=step,
                 # The phase turns with the group, which spreads the load over the ranks.
                 turn=(rank + g) % step,
-                eviction=None if place is None else place.eviction,
+                eviction=None if io is None else io.eviction,
             )
         )
     lengths: Any = Lengths(unit, alignment or unit, partial_hits=loads)

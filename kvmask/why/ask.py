@@ -227,17 +227,17 @@ def _view(
     inside = 0
     if scale > 1 and len(needed):
         inside = present.count() - present[scale - 1 :: scale].count()
-    places = contract._filled[index].ranks.namespaces()
+    namespaces = contract._filled[index].ranks.namespaces()
     row = (
         [
             Shard(
-                place,
+                namespace,
                 part,
-                place_name(place, part, contract.ranks, len(contract.keys[index])),
+                namespace_name(namespace, part, contract.ranks, len(contract.keys[index])),
                 _blocks(bits, scale, count),
             )
-            for (place, part), bits in zip(
-                product(places, range(len(contract.keys[index]))), shards, strict=True
+            for (namespace, part), bits in zip(
+                product(namespaces, range(len(contract.keys[index]))), shards, strict=True
             )
         ]
         if shards
@@ -264,14 +264,14 @@ def _padded(bits: Bitset, count: int) -> Bitset:
     return bits if len(bits) == count else Bitset.from_indices(count, bits.indices())
 
 
-def place_name(place: Namespace, part: int, grid: RankGrid, parts: int) -> str:
+def namespace_name(namespace: Namespace, part: int, grid: RankGrid, parts: int) -> str:
     """The ranks of a namespace in words, as far as there are several."""
     words = []
     for name, value, size in (
-        ("tensor shard", place.tensor, max(grid.tp_size, grid.store_tp_size or 1)),
-        ("context rank", place.context, grid.dcp_size),
-        ("prefill rank", place.prefill, grid.pcp_size),
-        ("pipeline stage", place.stage, grid.pp_size),
+        ("tensor shard", namespace.tensor, max(grid.tp_size, grid.store_tp_size or 1)),
+        ("context rank", namespace.context, grid.dcp_size),
+        ("prefill rank", namespace.prefill, grid.pcp_size),
+        ("pipeline stage", namespace.stage, grid.pp_size),
         ("object", part, parts),
     ):
         if size > 1:

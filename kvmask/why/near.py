@@ -130,7 +130,7 @@ def _schemas(contract: Contract, **fields: Any) -> dict[str, Any]:
 def _schema(schema: KeySchema, fields: Mapping[str, Any]) -> KeySchema:
     known: Any = schema
     for name in fields:
-        if not hasattr(known, name) or name in schema.places:
+        if not hasattr(known, name) or name in schema.rank_fields:
             raise ArgumentError(
                 f"`{name}` must be a part of {type(schema).__name__} that a contract does not "
                 "fill in, got another"

@@ -47,13 +47,13 @@ class Shard:
     """What one rank namespace holds of a group's blocks.
 
     Attributes:
-        place: Whose keys they are.
+        namespace: Whose keys they are.
         part: Index of the object, where a block has several.
         name: The ranks in words; empty where there is one namespace.
         present: The blocks that are there, of those that matter.
     """
 
-    place: Namespace
+    namespace: Namespace
     part: int
     name: str
     present: Bitset
@@ -106,7 +106,7 @@ class GroupView:
             found[name] = runs(getattr(self, name).indices())
         found["shards"] = [
             {
-                **shard.place._asdict(),
+                **shard.namespace._asdict(),
                 "part": shard.part,
                 "present": runs(shard.present.indices()),
             }
