@@ -12,8 +12,9 @@ pytest.importorskip("vllm")
 
 import vllm_pair as pair
 from test_vllm_jobs import HASHES, load, plain_case, receiver
-from vllm_oracle import engine
+from vllm_oracle import digest, engine
 
+from kvmask import SlidingWindow
 from kvmask.vllm.outages import breaker_of
 
 pytestmark = pytest.mark.vllm
@@ -134,6 +135,30 @@ def test_an_outage_costs_one_call_whoever_meets_it(
 def worker_hit(one: Engine) -> int:
     found: int = one.worker.lookup(25, HASHES).hit_length
     return found
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_lookup_of_windows_alone_makes_one_call_too(raises: bool) -> None:
+    """Without full attention a lookup goes on past every block that is absent."""
+    case = plain_case()
+    blocks = 512
+    fields = {
+        "groups": (SlidingWindow(4, window=8),),
+        "hash_blocks": blocks,
+        "present": ((False,) * blocks,),
+    }
+    case = type(case)(**dict(case.__dict__) | fields)
+    hashes = [digest(i) for i in range(blocks)]
+    calls = {}
+    for dead in (False, True):
+        store = Silent(raises)
+        store.dead = dead
+        worker = pair.lookup_worker(case, "kvmask", store, "staged")
+        for _ in range(3):
+            assert worker.lookup(4 * blocks + 1, hashes).hit_length == 0
+        calls[dead] = len(store.calls)
+    assert calls[False] > 3
+    assert calls[True] == 1
 
 
 def test_stores_do_not_share_outages() -> None:
