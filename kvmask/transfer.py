@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
 import os
 import threading
 import time
-import weakref
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +13,7 @@ from kvmask._core import HitHints
 from kvmask.contract import BoundContract, Contract
 from kvmask.coordinator import Hit
 from kvmask.errors import ArgumentError, PlanStateError, StoreError
+from kvmask.exits import at_exit
 from kvmask.guard import BounceMemory, StoreGuard
 from kvmask.guard.memory import keep
 from kvmask.mooncake.codes import Code, code_name
@@ -33,26 +31,6 @@ from kvmask.plans.tools import PlanTools
 from kvmask.regions import merge_ranges
 from kvmask.renewer import Renewer
 from kvmask.request import CacheRequest
-
-# The longest wait of Mooncake's client in one call is 60 s.
-EXIT_SECONDS = 120.0
-_transfers: weakref.WeakSet[KVTransfer] = weakref.WeakSet()
-
-
-@functools.cache
-def _wait_at_exit() -> None:
-    """Have the interpreter's exit wait for calls of daemon threads, once for all transfers.
-
-    A thread that comes back from a call of the store into an interpreter that has ended is ended by
-    Python, in the middle of C++ frames: the process aborts.
-    """
-
-    def wait() -> None:
-        deadline = time.monotonic() + EXIT_SECONDS
-        for transfer in list(_transfers):
-            transfer._end(deadline)
-
-    atexit.register(wait)
 
 
 class KVTransfer:
@@ -155,8 +133,7 @@ class KVTransfer:
         self._running: list[int] = []  # the threads whose calls run
         self._closed = False
         self._pid = os.getpid()
-        _wait_at_exit()
-        _transfers.add(self)
+        at_exit(self, KVTransfer._end)
         try:
             self._register()
         except BaseException:
@@ -282,8 +259,6 @@ class KVTransfer:
 
     def _end(self, deadline: float) -> None:
         """Let no call begin any more, and wait for those that run."""
-        if os.getpid() != self._pid:
-            return
         if self._renewer is not None:
             self._renewer.close(max(0.0, deadline - time.monotonic()))
         with self._lock:

@@ -37,7 +37,7 @@ print("the end", flush=True)
 def run(last="", seconds=0.5, limit=None):
     text = PROGRAM.format(tests=str(TESTS), last=last, seconds=seconds)
     if limit is not None:
-        text = f"import kvmask.transfer\nkvmask.transfer.EXIT_SECONDS = {limit}\n{text}"
+        text = f"import kvmask.exits\nkvmask.exits.EXIT_SECONDS = {limit}\n{text}"
     return subprocess.run(
         [sys.executable, "-c", text],
         capture_output=True,
@@ -71,13 +71,13 @@ def test_what_was_closed_needs_no_wait():
 RENEWING = r"""
 import sys, threading, time
 sys.path.insert(0, {tests!r})
-import kvmask.transfer
+import kvmask.exits
 from fake_store import FakeStore
 from kvmask import KVTransfer
 from kvmask.plans import Renewals
 from test_renew import PROMPT, contract_of, digests, save
 
-kvmask.transfer.EXIT_SECONDS = 0.2
+kvmask.exits.EXIT_SECONDS = 0.2
 store, contract, hashes = FakeStore(), contract_of(), digests("a", PROMPT)
 save(store, contract, hashes, PROMPT)
 kv = KVTransfer(store, contract, renew=Renewals(share=1.0))
@@ -107,3 +107,101 @@ def test_a_renewal_that_never_ends_is_left_alone():
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr
+
+
+CALLS = r"""
+import os, sys, threading, time
+import kvmask.exits
+from kvmask.exits import StoreCalls
+
+kvmask.exits.EXIT_SECONDS = {limit}
+calls, other = StoreCalls(grace={grace}), StoreCalls()
+begun = threading.Event()
+
+def work():
+    for i in range({times}):
+        try:
+            with calls:
+                with other if i else calls:
+                    begun.set()
+                    time.sleep({seconds})
+                    os.write(1, b"answered\n")
+        except SystemExit:
+            os.write(1, b"ended\n")
+            raise
+
+threading.Thread(target=work, daemon=True).start()
+begun.wait()
+{last}
+print("the end", flush=True)
+"""
+
+
+def run_calls(grace=0.0, limit=60, times=1000, seconds=0.2, last=""):
+    return subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            CALLS.format(grace=grace, limit=limit, times=times, seconds=seconds, last=last),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=TESTS.parent,
+        check=False,
+    )
+
+
+def test_exit_waits_for_a_call_and_the_thread_ends_with_the_next():
+    done = run_calls()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:2] == ["the end", "answered"]
+    assert "answered" not in done.stdout.splitlines()[2:]
+
+
+def test_what_waits_in_a_queue_may_still_begin():
+    done = run_calls(grace=30, times=4, seconds=0.1)
+    assert (done.returncode, done.stdout.split().count("answered")) == (0, 4), done.stderr
+
+
+def test_a_queue_that_does_not_empty_is_left():
+    """More than fits: the grace ends it, and what runs then is waited for."""
+    done = run_calls(grace=1, seconds=0.05)
+    assert done.returncode == 0, done.stderr
+    assert 1 < done.stdout.split().count("answered") < 100
+
+
+def test_a_call_that_never_ends_holds_no_exit():
+    done = run_calls(limit=0.2, seconds=1000)
+    assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr
+
+
+def test_a_forked_child_waits_for_no_call_of_its_parent():
+    fork = """
+child = os.fork()
+if not child:
+    with calls:
+        os.write(1, b"child\\n")
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+os.write(1, b"child ended\\n")
+"""
+    done = run_calls(times=1, seconds=3, last=fork)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["child", "child ended", "the end", "answered"]
+
+
+def test_a_child_waits_for_its_own_calls():
+    fork = """
+child = os.fork()
+if not child:
+    begun.clear()
+    threading.Thread(target=work, daemon=True).start()
+    begun.wait()
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+time.sleep(1)
+os._exit(0)
+"""
+    done = run_calls(times=1, seconds=0.5, last=fork)
+    assert (done.returncode, done.stdout.count("answered")) == (0, 2), done.stderr

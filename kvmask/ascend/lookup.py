@@ -15,6 +15,7 @@ from kvmask.ascend.releases import current, logger, seams
 from kvmask.ascend.rules import Rules, rules_of, why_stock
 from kvmask.ascend.said import stays
 from kvmask.errors import ArgumentError
+from kvmask.exits import StoreCalls
 from kvmask.plans import GroupScheme, Held, LookupPlan, PlanTools, Scheme, drive
 from kvmask.plans import lookup as plans_lookup
 
@@ -25,6 +26,8 @@ HINTS = 1 << 17
 LAYERWISE = "layerwise transfer"
 
 _default = {"lookup": "staged"}
+# Lookups are made in threads of vllm-ascend's that nobody joins.
+CALLS = StoreCalls()
 
 
 def check_strategy(lookup: Any) -> str:
@@ -51,7 +54,8 @@ class Backend:
 
     def batch_is_exist(self, keys: list[str]) -> Sequence[int]:
         """1 for every key that the store has."""
-        answers: Sequence[int] = self._worker.m_store.exists(keys)
+        with CALLS:
+            answers: Sequence[int] = self._worker.m_store.exists(keys)
         return answers
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvmask.plans import Breaker
+from kvmask.vllm.ending import CALLS
 from kvmask.vllm.releases import current, logger
 
 # While the store is known not to answer, the lookup that tries again holds the scheduler for at
@@ -166,7 +167,8 @@ class _Thread:
             del job  # the thread may wait long for the next one
         if self._last is not None:
             try:
-                self._last()
+                with CALLS:
+                    self._last()
             except Exception as e:
                 logger.warning("The end of the lookups failed: %s", e)
 

@@ -26,6 +26,7 @@ from kvmask.errors import KVMaskError
 from kvmask.plans import NOT_TRIED, OVERSIZE, BlockFailure, Call, Held, LoadPlan
 from kvmask.vllm import releases
 from kvmask.vllm.acting import ACTING
+from kvmask.vllm.ending import JOBS
 from kvmask.vllm.policy import ReceivingPolicy
 from kvmask.vllm.releases import NULL_BLOCK, current, logger
 from kvmask.vllm.rules import digests_of
@@ -183,6 +184,11 @@ def _every_block(thread: Any, meta: Any) -> list[int]:
 
 def handle_request(self: Any, req_meta: Any) -> None:
     """Load one request's hit; it is finished however the load ends."""
+    with JOBS:
+        _load(self, req_meta)
+
+
+def _load(self: Any, req_meta: Any) -> None:
     if not ACTING.on:
         stock("receiving.handle_request")(self, req_meta)
         return

@@ -30,6 +30,7 @@ from kvmask.plans.breaker import no_answer
 from kvmask.plans.metrics import TransferStats
 from kvmask.vllm.acting import ACTING, guarded
 from kvmask.vllm.binding import state
+from kvmask.vllm.ending import CALLS, CLOSE_SECONDS
 from kvmask.vllm.local import FORGET, unpack
 from kvmask.vllm.outages import breaker_of
 from kvmask.vllm.releases import (
@@ -45,8 +46,6 @@ from kvmask.vllm.seams import stock
 
 Over = Callable[[], None]
 _default = {"lookup": "staged"}
-# As long as vLLM's worker waits for its transfer threads before it closes the store.
-CLOSE_SECONDS = 5.0
 
 
 def check_strategy(lookup: Any) -> str:
@@ -232,7 +231,8 @@ class Lookups:
         """The store's answers, counted as vLLM counts them."""
         start, n = time.perf_counter(), len(keys)
         try:
-            answers = self.store.batch_is_exist(keys)
+            with CALLS:
+                answers = self.store.batch_is_exist(keys)
         except Exception:
             seconds = time.perf_counter() - start
             self.record("lookup_exists", seconds, n, status="error", num_failed_keys=n)
@@ -346,7 +346,8 @@ def answer(
         return _stocks(worker, num_tokens, block_hashes), None
     scheme = scheme_of_worker(worker) if is_plain(block_hashes) else None
     if scheme is None:
-        return stock("worker.lookup")(worker, num_tokens, block_hashes), None
+        with CALLS:
+            return stock("worker.lookup")(worker, num_tokens, block_hashes), None
     try:
         lookups = lookups_of(worker)
         plan = lookups.run(scheme, block_hashes, num_tokens, local_tokens)
@@ -360,7 +361,8 @@ def _stocks(worker: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
     """What vLLM's own lookup answers; no hit when it raises: the thread that serves lookups must
     not end."""
     try:
-        return stock("worker.lookup")(worker, num_tokens, block_hashes)
+        with CALLS:
+            return stock("worker.lookup")(worker, num_tokens, block_hashes)
     except Exception as e:
         logger.exception("A lookup in the Mooncake store failed: %s", e)
         return current().lookup_result(0)

@@ -14,6 +14,7 @@ from kvmask.errors import ArgumentError
 from kvmask.plans import PlanTools, Renewals
 from kvmask.renewer import Renewer
 from kvmask.switch import is_on
+from kvmask.vllm.ending import CALLS
 from kvmask.vllm.releases import logger
 
 # Turns renewals off where no option of a connector says anything.
@@ -53,7 +54,8 @@ def renewer_for(lookups: Any) -> Renewer:
             return []
         start = time.perf_counter()
         try:
-            answers = there.store.batch_is_exist(keys)
+            with CALLS:
+                answers = there.store.batch_is_exist(keys)
         except Exception:
             seconds = time.perf_counter() - start
             there.record(

@@ -16,6 +16,7 @@ from typing import Any
 from kvmask.errors import KVMaskError
 from kvmask.plans import EXISTS, WAIT, BlockFailure, Call, SavePlan
 from kvmask.vllm.acting import ACTING
+from kvmask.vllm.ending import JOBS
 from kvmask.vllm.policy import SendingPolicy
 from kvmask.vllm.releases import (
     NO_HANDLE,
@@ -208,6 +209,11 @@ class _Save:
 
 def handle_request(self: Any, req_meta: Any) -> None:
     """Store one request's new blocks; the job is reported however it ends."""
+    with JOBS:
+        _save(self, req_meta)
+
+
+def _save(self: Any, req_meta: Any) -> None:
     if not ACTING.on:
         stock("sending.handle_request")(self, req_meta)
         return

@@ -24,7 +24,8 @@ from kvmask.plans import LookupPlan, PlanTools, drive
 from kvmask.vllm import coordinator
 from kvmask.vllm.acting import ACTING
 from kvmask.vllm.binding import adopt, derived, state
-from kvmask.vllm.lookup import CLOSE_SECONDS, result_of, scheme_of_worker
+from kvmask.vllm.ending import CALLS, CLOSE_SECONDS
+from kvmask.vllm.lookup import result_of, scheme_of_worker
 from kvmask.vllm.releases import StockCoordinator, StockWorker, current, logger
 from kvmask.vllm.rules import digests_of, is_plain
 from kvmask.vllm.seams import stock
@@ -131,7 +132,8 @@ class Shadow:
         try:
             asked, own = self._own(scheme, num_tokens, block_hashes)
             if own != answer:
-                again = stock("worker.lookup")(worker, num_tokens, block_hashes)
+                with CALLS:
+                    again = stock("worker.lookup")(worker, num_tokens, block_hashes)
                 _, own = self._own(scheme, num_tokens, block_hashes)
                 if again != answer:
                     self.left_out += 1
@@ -168,7 +170,8 @@ class Shadow:
             strategy=self._strategy,
             tools=self._tools,
         )
-        hit = drive(plan, self._worker.store)
+        with CALLS:
+            hit = drive(plan, self._worker.store)
         if hit.cause is not None:
             raise hit.cause
         return hit.asked, result_of(scheme, plan)

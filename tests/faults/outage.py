@@ -3,9 +3,10 @@
     python tests/faults/outage.py [killed|stopped]
 
 A lookup, a save and a load that would take many calls each, with a master that was killed, and with
-one that was stopped (SIGSTOP). Then the same once more: the breaker knows. Last, a process whose
-thread is in such a call ends. The exit status is 1 if a request made more than one call of the
-client, blocked for 0.1 s more than it, or if that process did not end with status 0.
+one that was stopped (SIGSTOP). Then the same once more: the breaker knows. Last, a process ends
+while its threads are in such calls, of a transfer and of `kvmask.exits.StoreCalls`. The exit status
+is 1 if a request made more than one call of the client, blocked for 0.1 s more than it, or if that
+process did not end with status 0.
 """
 
 from __future__ import annotations
@@ -30,14 +31,26 @@ import sys, threading, time
 sys.path[:0] = [{root!r}, {here!r}]
 from outage import new_engine, look_up, names_of
 from world import client
+from kvmask.exits import StoreCalls
 engine = new_engine(client({address!r}), "ends")
-thread = threading.Thread(target=look_up, args=(engine, names_of(1)), daemon=True)
+calls = StoreCalls()
+
+def ask():
+    with calls:
+        engine.kv.store.batch_is_exist(["other"])
+
+threads = [
+    threading.Thread(target=look_up, args=(engine, names_of(1)), daemon=True),
+    threading.Thread(target=ask, daemon=True),
+]
 print("made", flush=True)
 if sys.stdin.readline() == "killed\\n":
-    engine.kv.store.batch_is_exist(["any"])  # it finds the connection broken, at once
-thread.start()
+    for thread in range(2):  # it finds the connections broken, at once
+        engine.kv.store.batch_is_exist(["any"])
+for thread in threads:
+    thread.start()
 time.sleep(0.5)
-assert thread.is_alive(), "the call was over"
+assert all(thread.is_alive() for thread in threads), "a call was over"
 print("in a call", flush=True)
 """
 
@@ -47,7 +60,8 @@ class Timed:
 
     def __init__(self, store: Any) -> None:
         self._store = store
-        self.calls: dict[int, list[float]] = {}
+        # Not by their ids, which are used again.
+        self.calls: dict[threading.Thread, list[float]] = {}
 
     def __getattr__(self, name: str) -> Any:
         made = getattr(self._store, name)
@@ -58,7 +72,7 @@ class Timed:
                 return made(*args)
             finally:
                 took = time.monotonic() - begun
-                self.calls.setdefault(threading.get_ident(), []).append(took)
+                self.calls.setdefault(threading.current_thread(), []).append(took)
 
         return call
 
@@ -151,7 +165,7 @@ def measure(how: str) -> bool:
                 result = work[name]()
                 took = time.monotonic() - begun
                 assert not (result.answered if name == "lookup" else result.ok), result
-                return took, timed.calls.get(threading.get_ident(), [])
+                return took, timed.calls.get(threading.current_thread(), [])
 
             for name, (took, calls) in zip(
                 work, in_threads(*(lambda n=n: one(n) for n in work)), strict=True
