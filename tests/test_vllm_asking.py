@@ -236,10 +236,11 @@ def test_close_closes_nothing_under_a_lookup_that_is_about_to_begin(place):
     begun = []
 
     class Queue(type(asks._thread._jobs)):
-        def popleft(self):
+        def get(self, *args, **more):
+            job = super().get(*args, **more)
             taken.set()
             assert go.wait(60)
-            return super().popleft()
+            return job
 
     asks._thread._jobs = Queue()
     ask = place.ask
@@ -253,8 +254,31 @@ def test_close_closes_nothing_under_a_lookup_that_is_about_to_begin(place):
     closer.join(60)
     place.gate.set()
     asks._thread._thread.join(60)
-    assert begun == [False]
+    assert True not in begun
     assert place.closed
+
+
+def test_what_follows_lookups_waits_until_there_is_none_to_make(place):
+    asks, told = asking(place), []
+    ask = place.ask
+    place.ask = lambda tokens, *more: (ask(tokens, *more)[0], lambda: told.append(tokens))
+    for i in range(40):
+        asks.lookup(str(i), i, [b"a"], non_block=i % 2 == 1) or asks.lookup(str(i), i, [b"a"])
+    until(lambda: len(told) == 40)
+    assert told == list(range(40))
+    asks.lookup("last", 41, [b"a"])
+    asks.close()
+    asks._thread._thread.join(60)
+    assert told[-1] == 41
+
+
+def test_what_follows_a_lookup_may_fail(place):
+    asks = asking(place)
+    ask = place.ask
+    place.ask = lambda *args: (ask(*args)[0], lambda: 1 / 0)
+    for name in "ab":
+        assert asks.lookup(name, 16, [b"a"]).hit_length == 16
+        time.sleep(0.01)
 
 
 def test_a_lookup_that_fails_leaves_no_cycle_that_holds_digests(place):

@@ -226,7 +226,7 @@ def test_a_stopped_master_holds_nobody_and_what_comes_late_teaches(own, mode):
         assert pair.asking.late == 3
         asked = pair.asking._thread.running
         assert asked is not None  # one call is on its way, the others were not made
-        assert not pair.asking._thread._jobs
+        assert pair.asking._thread._jobs.empty()
         # A request that ends meanwhile leaves nothing behind.
         pair.asking.discard(ask.request_id)
         assert not pair.asking._jobs

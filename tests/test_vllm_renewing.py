@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 
 import pytest
 
@@ -93,10 +94,23 @@ def test_reset_forgets_what_was_renewed(own):  # noqa: F811
     fill(pair.worker, TOKENS, digests)
     hit(pair, digests)
     renewer = lookups_of(pair.worker).renewer
-    until(lambda: not renewer.renewals.pending)
-    assert renewer.renewals._ends.within(digests, 4, 1, 13) == [12]
+    until(lambda: renewer.renewals._ends.within(digests, 4, 1, 13) == [12])
     assert pair.scheduler_side.reset_cache() is True
     assert renewer.renewals._ends.within(digests, 4, 1, 13) == []
+
+
+def test_what_follows_a_lookup_teaches_nothing_after_a_reset(own):  # noqa: F811
+    """The lookup's answer is out, and what follows it is yet to be done."""
+    pair = own.pair()
+    digests = digests_of(TOKENS)
+    for _ in range(5):
+        fill(pair.worker, TOKENS, digests)
+        hit(pair, digests)
+        assert pair.scheduler_side.reset_cache() is True
+        time.sleep(0.005)
+        renewals = lookups_of(pair.worker).renewer.renewals
+        until(lambda known=renewals: not known.pending)
+        assert renewals._ends.within(digests, 4, 1, 13) == []
 
 
 def test_shadow_mode_answers_with_stock_and_compares(own, said, monkeypatch):  # noqa: F811

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from kvmask.plans import Breaker
@@ -26,6 +27,10 @@ from kvmask.vllm.releases import current, logger
 # While the store is known not to answer, the lookup that tries again holds the scheduler for at
 # most this part of the deadline.
 PROBE = 0.1
+# What follows a lookup is done when no other has come for so many seconds: the scheduler, which
+# waits for the answer, gets the interpreter first. So many lookups may wait for what follows them.
+SETTLE = 0.001
+UNSETTLED = 16
 
 Over = Callable[[], None]
 
@@ -60,21 +65,49 @@ class Place(Protocol):
 class _Job:
     """Something for the thread to do, whose result another thread waits for."""
 
-    __slots__ = ("_done", "_result", "_task", "began", "error", "finished", "local_tokens")
+    __slots__ = (
+        "_done",
+        "_result",
+        "_task",
+        "began",
+        "dropped",
+        "error",
+        "finished",
+        "local_tokens",
+        "settled",
+    )
 
-    def __init__(self, task: Callable[[], tuple[Any, Over | None]], local_tokens: int = 0) -> None:
-        self._task = task
+    def __init__(
+        self,
+        task: Callable[[], tuple[Any, Over | None]],
+        local_tokens: int = 0,
+        *,
+        settled: bool = False,
+    ) -> None:
+        self._task: Any = task
         self._done = threading.Lock()
         self._done.acquire()
         self._result: Any = None
         self.error: Exception | None = None
         self.local_tokens = local_tokens
+        self.settled = settled  # it begins when what follows the earlier jobs is done
         self.began: float | None = None
+        self.dropped = False
         self.finished = False
 
-    def run(self) -> None:
+    def drop(self) -> None:
+        """It is not to be run."""
+        self.dropped = True
+        self._task = None  # it holds the request's digests
+
+    def run(self) -> Over | None:
+        """Do it, and let the thread that waits go on.
+
+        Returns:
+            What is to be done once that thread has the result.
+        """
         task, over = self._task, None
-        del self._task  # it holds the request's digests
+        self._task = None
         try:
             self._result, over = task()
         except Exception as e:
@@ -83,11 +116,7 @@ class _Job:
         del task
         self.finished = True
         self._done.release()
-        if over is not None:
-            try:
-                over()
-            except Exception as e:
-                logger.exception("What follows a lookup failed: %s", e)
+        return over
 
     def wait(self, seconds: float = -1) -> bool:
         """Whether the job is finished within this many seconds; -1 waits for it."""
@@ -106,8 +135,7 @@ class _Thread:
     """Does one job after another. It starts with the first one."""
 
     def __init__(self) -> None:
-        self._jobs: deque[_Job] = deque()
-        self._work = threading.Semaphore(0)
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # of what follows
         self._stopped = False
@@ -124,15 +152,13 @@ class _Thread:
             thread = threading.Thread(target=self._loop, name="KVMaskLookup", daemon=True)
             thread.start()
             self._thread = thread
-        self._jobs.append(job)
-        self._work.release()
+        self._jobs.put(job)
 
     def drop(self, job: _Job) -> None:
         """Leave a job undone that has not begun."""
-        try:
-            self._jobs.remove(job)
-        except ValueError:
-            return  # it has begun
+        with self._lock:
+            if job.began is None:
+                job.drop()
 
     def stop(self, last: Callable[[], None]) -> None:
         """End the thread after what it does now.
@@ -145,32 +171,54 @@ class _Thread:
             busy = self.running is not None
             if busy:
                 self._last = last
-        self._work.release()
+        self._jobs.put(None)
         if not busy:
             last()
 
     def _loop(self) -> None:
-        while True:
-            self._work.acquire()
+        overs: deque[Over] = deque()  # what follows the lookups that are done
+        while (job := self._next(overs)) is not None:
             with self._lock:
                 if self._stopped:
                     break
-                try:
-                    job = self._jobs.popleft()
-                except IndexError:  # it was dropped
+                if job.dropped:
                     continue
                 job.began = time.monotonic()
                 self.running = job
-            job.run()
+            while job.settled and overs:
+                _settle(overs.popleft())
+            over = job.run()
             with self._lock:
                 self.running = None
-            del job  # the thread may wait long for the next one
+            if over is not None:
+                overs.append(over)
+            del job, over  # the thread may wait long for the next one
+        for over in overs:
+            _settle(over)
         if self._last is not None:
             try:
                 with CALLS:
                     self._last()
             except Exception as e:
                 logger.warning("The end of the lookups failed: %s", e)
+
+    def _next(self, overs: deque[Over]) -> _Job | None:
+        """The next job; None ends the thread. While there is none, do what follows earlier ones."""
+        while overs:
+            if len(overs) <= UNSETTLED:
+                try:
+                    return self._jobs.get(timeout=SETTLE)
+                except Empty:
+                    pass
+            _settle(overs.popleft())
+        return self._jobs.get()
+
+
+def _settle(over: Over) -> None:
+    try:
+        over()
+    except Exception as e:
+        logger.exception("What follows a lookup failed: %s", e)
 
 
 class Asking:
@@ -314,7 +362,7 @@ class Asking:
             place.forget()
             return client._reset(), None
 
-        job = _Job(task)
+        job = _Job(task, settled=True)
         self._thread.put(job)
         job.wait()
         return bool(job.result())

@@ -178,7 +178,6 @@ class Lookups:
             log=logger,
         )
         self.ended: list[Callable[[LookupPlan, Hit], None]] = []
-        self._spent: list[list[str]] = []
         self.record = record
         self.stats = TransferStats() if stats is None else stats
         self.renewer = renewer_for(self) if renew else None
@@ -186,8 +185,8 @@ class Lookups:
 
     def run(
         self, scheme: Scheme, block_hashes: Any, num_tokens: int, local_tokens: int
-    ) -> LookupPlan:
-        """Make a lookup. The plan that is returned is at its end.
+    ) -> tuple[LookupPlan, Over]:
+        """Make a lookup.
 
         Args:
             scheme: The groups.
@@ -195,8 +194,10 @@ class Lookups:
             num_tokens: Tokens of the request.
             local_tokens: Tokens that the engine holds itself, in whole scheduler blocks; 0 asks
                 for the whole prefix.
+
+        Returns:
+            (the plan, at its end; what is to be done once the answer is out).
         """
-        self._spent.clear()  # of a lookup that raised
         plan = LookupPlan(
             scheme,
             digests_of(block_hashes),
@@ -205,20 +206,21 @@ class Lookups:
             strategy=self.strategy,
             tools=self.tools,
         )
+        spent: list[list[str]] = []
         self._running.append(None)
         try:
-            self._drive(plan)
+            self._drive(plan, spent)
         finally:
             self._running.pop()
         cause = plan.result.cause
         if cause is not None and getattr(cause, "code", None) == MALFORMED_ANSWER:
             logger.error("The Mooncake store's answer to a lookup is unusable: %s", cause)
-        return plan
+        return plan, functools.partial(self._over, plan, spent)
 
-    def _drive(self, plan: LookupPlan) -> None:
+    def _drive(self, plan: LookupPlan, spent: list[list[str]]) -> None:
         while (call := plan.next_call()) is not None:
             keys = call.args[0]
-            self._spent.append(keys)  # freed when the answer is out: a long request has thousands
+            spent.append(keys)  # freed when the answer is out: a long request has thousands
             try:
                 answers = self._exists(keys)
             except Exception as e:
@@ -260,9 +262,9 @@ class Lookups:
         tools.answered(begun)
         return answers
 
-    def over(self, plan: LookupPlan) -> None:
-        """Tell those who want to know that a lookup is over, and drop its keys."""
-        self._spent.clear()
+    def _over(self, plan: LookupPlan, spent: list[list[str]]) -> None:
+        """Drop a lookup's keys, and tell those who want to know that it is over."""
+        spent.clear()
         hit = plan.result
         # Here and not in the plan: the scheduler has its answer by now, unless the worker gives it.
         self.stats.add_lookup(hit, hit.cause is not None)
@@ -349,12 +351,11 @@ def answer(
         with CALLS:
             return stock("worker.lookup")(worker, num_tokens, block_hashes), None
     try:
-        lookups = lookups_of(worker)
-        plan = lookups.run(scheme, block_hashes, num_tokens, local_tokens)
+        plan, over = lookups_of(worker).run(scheme, block_hashes, num_tokens, local_tokens)
     except Exception as e:
         ACTING.trip("worker.lookup", e)
         return _stocks(worker, num_tokens, block_hashes), None
-    return result_of(scheme, plan), functools.partial(lookups.over, plan)
+    return result_of(scheme, plan), over
 
 
 def _stocks(worker: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:

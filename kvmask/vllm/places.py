@@ -8,7 +8,6 @@ worker answers over vLLM's own connection.
 
 from __future__ import annotations
 
-import functools
 import threading
 import warnings
 import weakref
@@ -212,8 +211,8 @@ class OwnClient:
         scheme = self.scheme()
         if scheme is None or num_tokens <= 0 or not block_hashes or not is_plain(block_hashes):
             return current().lookup_result(0), None
-        plan = self.lookups.run(scheme, block_hashes, num_tokens, local_tokens)
-        return result_of(scheme, plan), functools.partial(self.lookups.over, plan)
+        plan, over = self.lookups.run(scheme, block_hashes, num_tokens, local_tokens)
+        return result_of(scheme, plan), over
 
     def forget(self) -> None:
         """See `kvmask.vllm.asking.Place`."""
