@@ -18,7 +18,8 @@ was hashed before that. All sides run in turn, so that a busy machine slows all 
 timing, the hits are compared.
 
 Sides: `stock` is vLLM's connector. `kvmask` asks with the worker's client in the scheduler's
-process, `own client` with a store client of the scheduler's own, `worker` over ZMQ.
+process, `own client` with a store client of the scheduler's own. In the last two the worker answers
+over ZMQ: `wire` sends the digests that the worker lacks, `worker` all of them, as vLLM's protocol.
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "
 
 from shapes import SHAPES
 
-SIDES: dict[str, tuple[str, dict[str, Any], bool]] = {
-    # connector, options, whether the scheduler does not see the worker
-    "stock": ("MooncakeStoreConnector", {}, False),
-    "kvmask": ("KVMaskStoreConnector", {}, False),
-    "own client": ("KVMaskStoreConnector", {}, True),
-    "worker": ("KVMaskStoreConnector", {"lookup_in": "worker"}, False),
+SIDES: dict[str, tuple[str, dict[str, Any], bool, bool]] = {
+    # connector, options, whether the scheduler does not see the worker, nor its handshake
+    "stock": ("MooncakeStoreConnector", {}, False, False),
+    "kvmask": ("KVMaskStoreConnector", {}, False, False),
+    "own client": ("KVMaskStoreConnector", {}, True, False),
+    "wire": ("KVMaskStoreConnector", {}, True, True),
+    "worker": ("KVMaskStoreConnector", {"lookup_in": "worker"}, False, False),
 }
 TOKENS = (8_192, 131_072, 1_048_576)
 CACHE = 64 << 20  # bytes that are touched before a cold call: more than the caches hold
@@ -114,12 +116,14 @@ class Side:
     def __init__(self, name: str, shape: Any) -> None:
         import vllm_world as world
 
-        connector, extra, apart = SIDES[name]
+        connector, extra, apart, mute = SIDES[name]
         self.shape = shape
         # A lookup may take as long as it takes: here its time is measured.
         options = {"lookup_deadline_ms": 600_000, **extra} if name != "stock" else {}
         config = world.vllm_config(shape.groups, shape.hash_block, options, connector)
-        self.pair = world.Pair(config, world.cache_config(shape.groups), apart=apart)
+        self.pair = world.Pair(
+            config, world.cache_config(shape.groups), apart=apart, handshake=not mute
+        )
         worker = self.pair.worker
         for db in worker.token_dbs:
             db.set_kv_caches_base_addr([0x7F00_0000_0000])

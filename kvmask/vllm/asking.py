@@ -7,8 +7,7 @@ it, further lookups are misses at once. Which store client answers is the busine
 `kvmask.vllm.places`.
 
 A request's digests are neither copied nor joined: a lookup reads those that it needs from the
-request's own list. (Only a lookup that the worker answers sends them all, as vLLM's protocol has
-it.)
+request's own list. (Only where the worker answers they travel, see `kvmask.vllm.wire`.)
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ from kvmask.vllm.releases import (
 from kvmask.vllm.renewing import check_option, renewer_for
 from kvmask.vllm.rules import Rules, digests_of, is_plain, rules_of
 from kvmask.vllm.seams import stock
+from kvmask.vllm.wire import SEND_ALL, Received, is_thrifty
 
 Over = Callable[[], None]
 _default = {"lookup": "staged"}
@@ -377,7 +378,12 @@ def lookup(self: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
     """
     if num_tokens == FORGET:
         lookups_of(self).forget()
+        _received(self).clear()
         return current().lookup_result(0)
+    if is_thrifty(num_tokens):
+        num_tokens, block_hashes = _received(self).whole(num_tokens, block_hashes)
+        if block_hashes is None:
+            return current().lookup_result(SEND_ALL)
     result, over = answer(self, *unpack(num_tokens), block_hashes)
     if over is not None:
         try:
@@ -385,6 +391,12 @@ def lookup(self: Any, num_tokens: int, block_hashes: Sequence[bytes]) -> Any:
         except Exception as e:  # the thread that serves lookups must not end
             logger.exception("What follows a lookup failed: %s", e)
     return result
+
+
+def _received(worker: Any) -> Received:
+    """What the scheduler has sent to a worker."""
+    received: Received = state(worker).setdefault("received", Received())
+    return received
 
 
 @guarded("worker.lookup")

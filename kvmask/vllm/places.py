@@ -32,6 +32,7 @@ from kvmask.vllm.releases import (
     is_stock_coordinator,
 )
 from kvmask.vllm.rules import Rules, is_plain, rules_of
+from kvmask.vllm.wire import PROBE, SEND_ALL, Sent
 
 # Seconds for the probes of the servers before the scheduler's own client is set up.
 CONNECT_TIMEOUT = 2.0
@@ -72,30 +73,45 @@ def handshake_of(worker: Any) -> Handshake | None:
 
 
 class OverTheWire:
-    """The worker, asked over vLLM's own connection. All digests of a request travel.
+    """The worker, asked over vLLM's own connection.
 
     Args:
         client: vLLM's lookup client.
+        thrifty: Only digests that the worker lacks travel, if its lookups are kvmask's; else all
+            of a request, as vLLM's protocol has it.
     """
 
     breaker: Breaker | None = None  # the worker has it
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, *, thrifty: bool = False) -> None:
         self._client = client
+        self._thrifty = thrifty
+        self._sent: Sent | None = None
 
     def ask(
         self, num_tokens: int, local_tokens: int, block_hashes: Sequence[bytes]
     ) -> tuple[Any, Over | None]:
         """See `kvmask.vllm.asking.Place`."""
+        number = pack(num_tokens, local_tokens)
+        if self._thrifty:
+            self._thrifty = False
+            if self._send(PROBE, ()).hit_length == SEND_ALL:
+                self._sent = Sent()
+        if self._sent is not None and block_hashes:
+            result = self._send(*self._sent.message(number, block_hashes))
+            if result.hit_length == SEND_ALL:
+                self._sent.clear()
+                result = self._send(*self._sent.message(number, block_hashes))
+            return result, None
         if not local_tokens:
             return self._client._lookup(num_tokens, block_hashes), None
-        return self._send(pack(num_tokens, local_tokens), block_hashes), None
+        return self._send(number, block_hashes), None
 
     def _send(self, number: int, block_hashes: Sequence[bytes]) -> Any:
         size = len(block_hashes[0]) if block_hashes else 0
         frames = (
             LOOKUP_MSG,
-            number.to_bytes(8, "big"),
+            number.to_bytes(max(8, (number.bit_length() + 7) // 8), "big"),
             size.to_bytes(2, "big"),
             b"".join(block_hashes),
         )
@@ -104,6 +120,8 @@ class OverTheWire:
 
     def forget(self) -> None:
         """See `kvmask.vllm.asking.Place`."""
+        if self._sent is not None:
+            self._sent.clear()
         if decode_lookup_response is not None:  # a worker whose answers are kvmask's to read
             self._send(FORGET, ())
 

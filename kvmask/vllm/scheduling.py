@@ -126,7 +126,7 @@ class SchedulerLookups:
     def _choose(self) -> Place:
         """What answers lookups: the best that works."""
         client = self.asking.client
-        if self._options.lookup_in == "worker":
+        if self._options.lookup_in == "worker":  # vLLM's own protocol
             return places.OverTheWire(client)
         worker = places.worker_at(self._path)
         if worker is not None:
@@ -140,7 +140,7 @@ class SchedulerLookups:
             logger.info("Lookups are made in the scheduler, with a store client of its own")
             return place
         logger.warning("Lookups are made in the worker: %s", why)
-        return places.OverTheWire(client)
+        return places.OverTheWire(client, thrifty=fitting().has("local"))
 
     def _own_client(self) -> places.OwnClient | None:
         handshake = self._handshake
