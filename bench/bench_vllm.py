@@ -261,6 +261,8 @@ OPERATIONS: dict[str, Callable[[str, int, str], Bench]] = {
 
 def check(made: dict[str, Bench], operation: str) -> None:
     """Check that both sides do the same. This runs before the timing."""
+    from kvmask.vllm.acting import ACTING
+
     seen = {}
     for side, bench in made.items():
         bench.store.calls = calls = []
@@ -271,6 +273,7 @@ def check(made: dict[str, Bench], operation: str) -> None:
         assert result == seen["stock"][1], (operation, side)
         if side != "staged" or operation != "lookup":
             assert calls == seen["stock"][0], (operation, side)
+    assert ACTING.on, "kvmask failed, and vLLM's own functions ran on its side"
 
 
 def medians(made: dict[str, Bench], rounds: int) -> dict[str, float]:

@@ -246,6 +246,8 @@ def fill(shape: Any, tokens: int, digests: Sequence[bytes], side: Side) -> None:
 
 def measure(shape: Any, tokens: int) -> Iterator[tuple[str, str, dict[str, list[float]]]]:
     """(step, what, per side the seconds of every round)."""
+    from kvmask.vllm.acting import ACTING
+
     rng = random.Random(tokens)
     ids = [rng.randrange(1 << 17) for _ in range(tokens)]
     sides = {name: Side(name, shape) for name in SIDES}
@@ -256,6 +258,7 @@ def measure(shape: Any, tokens: int) -> Iterator[tuple[str, str, dict[str, list[
     hits = {name: side.lookup(tokens, digests) for name, side in sides.items()}
     assert len(set(hits.values())) == 1, hits
     assert hits["stock"] > 0
+    assert ACTING.on, "kvmask failed, and vLLM's own functions ran on its side"
     tables = tuple(list(range(1, tokens // g.block_size + 1)) for g in shape.groups)
     steps: dict[str, tuple[Callable[[Side, list[bytes]], Any], Sequence[str]]] = {
         "hash": (lambda side, _: side.hash(ids), ("stock", "kvmask")),

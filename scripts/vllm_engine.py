@@ -103,6 +103,16 @@ SETTINGS = {
 }
 
 
+# What the log says where vLLM's own functions act although kvmask's were asked for.
+GAVE_UP = ("kvmask failed in", "vLLM goes on without kvmask", "kvmask leaves")
+
+
+def gave_up(log: str) -> str:
+    """The line of the log of an engine that says that kvmask does not act, or not all of it."""
+    lines = (line for line in log.splitlines() if any(said in line for said in GAVE_UP))
+    return next(lines, "")
+
+
 def checkpoint(folder: Path, model: str) -> None:
     """Save a model with random weights, so large that the output depends on every cached block."""
     import torch
@@ -249,9 +259,10 @@ def main() -> int:
             check=False,
         )
         lines = done.stdout.strip().splitlines()
-        if done.returncode or not lines:
+        if done.returncode or not lines or gave_up(done.stdout + done.stderr):
             progress.close()
-            sys.exit(f"{args.model} {side} failed:\n{done.stderr[-3000:]}")
+            why = gave_up(done.stdout + done.stderr) or done.stderr[-3000:]
+            sys.exit(f"{args.model} {side} failed:\n{why}")
         seen[side] = json.loads(lines[-1])
         hits, drift = seen[side]["hits"], seen[side]["drift"]
         progress.say(f"{args.model} {side} hits {hits} drift {drift}")

@@ -40,7 +40,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_engine import PROJECT, SETTINGS
+from vllm_engine import PROJECT, SETTINGS, gave_up
 
 Result = dict[str, Any]
 
@@ -79,8 +79,9 @@ def run(spec: dict[str, Any], timeout: float = 600, tree: Path = PROJECT) -> Res
         check=False,
     )
     lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        sys.exit(f"{spec} failed:\n{done.stdout[-1500:]}\n{done.stderr[-6000:]}")
+    why = gave_up(done.stdout + done.stderr)
+    if done.returncode or not lines or why:
+        sys.exit(f"{spec} failed:\n{why or done.stdout[-1500:] + done.stderr[-6000:]}")
     result: Result = json.loads(lines[-1])
     told = ("preempted", "loading", "seconds", "version")
     shown = {k: v for k, v in result.items() if "hits" in k or k in told}

@@ -67,6 +67,7 @@ def test_a_file_puts_stock_back_and_kvmask_again(
     assert len(said(caplog_all)) == 2
 
 
+@pytest.mark.gives_up
 def test_an_error_in_a_mask_puts_stock_back(
     monkeypatch: pytest.MonkeyPatch, caplog_all: Any
 ) -> None:
@@ -81,6 +82,7 @@ def test_an_error_in_a_mask_puts_stock_back(
     assert "ZeroDivisionError: a mistake" in line
 
 
+@pytest.mark.gives_up
 @pytest.mark.parametrize("where", ["thread_plans", "_tails"])
 def test_an_error_before_a_load_leaves_it_to_stock(
     monkeypatch: pytest.MonkeyPatch, where: str
@@ -95,6 +97,7 @@ def test_an_error_before_a_load_leaves_it_to_stock(
     assert ACTING.failed
 
 
+@pytest.mark.gives_up
 def test_an_error_within_a_load_is_reported_and_the_next_is_stocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -110,6 +113,7 @@ def test_an_error_within_a_load_is_reported_and_the_next_is_stocks(
     assert thread.get_and_clear_block_ids_with_load_errors() == set()
 
 
+@pytest.mark.gives_up
 def test_an_error_of_a_save_is_reported_and_the_next_is_stocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -130,6 +134,7 @@ def test_a_load_without_digests_is_no_internal_error() -> None:
     assert ACTING.on
 
 
+@pytest.mark.gives_up
 def test_addresses_come_from_stock_too(monkeypatch: pytest.MonkeyPatch) -> None:
     case = plain_case()
     (db,) = pair.databases(case, 2)

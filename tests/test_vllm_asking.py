@@ -19,6 +19,8 @@ from kvmask.vllm.releases import LOOKUP_MSG, StockClient, current
 from kvmask.vllm.scheduling import Options
 
 pytestmark = pytest.mark.vllm
+# Seconds. A deadline that a stuck lookup passes; a busy machine starts a thread within it.
+SHORT = 0.2
 
 
 class Place:
@@ -99,7 +101,7 @@ def test_without_a_thread_a_request_is_a_miss_and_the_next_one_tries_again(place
 
 
 def test_past_the_deadline_a_request_is_a_miss_and_so_are_the_next_ones(place):
-    asks = asking(place, 0.02)
+    asks = asking(place, SHORT)
     place.gate.clear()
     assert asks.lookup("a", 32, [b"a"]).hit_length == 0
     for name in ("b", "c"):  # nobody waits behind the call that is stuck
@@ -109,21 +111,23 @@ def test_past_the_deadline_a_request_is_a_miss_and_so_are_the_next_ones(place):
     assert asks.late == 5
     place.gate.set()
     until(lambda: place.over == [32])  # the late answer was taken to its end
+    asks._deadline = 60.0
     assert asks.lookup("d", 48, [b"a"]).hit_length == 48
     assert asks.late == 5
 
 
 def test_a_lookup_that_waits_in_the_queue_is_not_made_for_nobody(place):
-    asks = asking(place, 0.02)
+    asks = asking(place, SHORT)
     place.gate.clear()
     assert asks.lookup("a", 16, [b"a"], non_block=True) is None
     assert asks.lookup("b", 32, [b"a"], non_block=True) is None
     until(lambda: len(place.asked) == 1)
-    time.sleep(0.05)
+    time.sleep(1.5 * SHORT)
     assert asks.lookup("b", 32, [b"a"], non_block=True).hit_length == 0
     assert asks.lookup("a", 16, [b"a"], non_block=True).hit_length == 0
     place.gate.set()
     until(lambda: place.over == [16])
+    asks._deadline = 60.0
     assert asks.lookup("c", 48, [b"a"]).hit_length == 48
     assert [n for n, _, _ in place.asked] == [16, 48]
 
@@ -208,7 +212,7 @@ def test_close_ends_the_thread(place):
 
 
 def test_close_leaves_what_a_running_lookup_uses(place):
-    asks = asking(place, 0.02)
+    asks = asking(place, SHORT)
     place.gate.clear()
     asks.lookup("a", 16, [b"a"])
     asks.close()

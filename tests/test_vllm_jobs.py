@@ -14,6 +14,7 @@ from vllm_oracle import digest, engine
 
 from kvmask.groups import FullAttention
 from kvmask.vllm import loading, saving, schemes
+from kvmask.vllm.acting import ACTING
 
 pytestmark = pytest.mark.vllm
 
@@ -66,6 +67,7 @@ def test_a_load_without_digests_fails(hashes: list[bytes]) -> None:
     assert thread.request_queue.unfinished_tasks == 0
 
 
+@pytest.mark.gives_up
 def test_the_null_block_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> Any:
         raise RuntimeError("no plan")
@@ -77,6 +79,7 @@ def test_the_null_block_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None
     assert thread.get_and_clear_block_ids_with_load_errors() == {3, 4, 5, 6}
 
 
+@pytest.mark.gives_up
 def test_a_load_whose_thread_cannot_be_read_is_left_to_stock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -113,6 +116,7 @@ def save(thread: Any) -> str | None:
     return pair.run_job(thread, meta)
 
 
+@pytest.mark.gives_up
 @pytest.mark.parametrize("what", ["token length", "plans"])
 def test_a_save_that_fails_early_is_reported(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """Else the scheduler keeps its blocks for the rest of the run."""
@@ -129,6 +133,23 @@ def test_a_save_that_fails_early_is_reported(monkeypatch: pytest.MonkeyPatch, wh
     assert thread.stored_requests == {"r": set()}
     assert thread.request_queue.unfinished_tasks == 0
     assert [name for name, *_ in store.calls] == ["exist", "put"]
+
+
+def test_a_job_that_stock_cannot_take_either_is_no_internal_error() -> None:
+    """Stock reports the save and raises; kvmask goes on with the next one."""
+    store = pair.Script(1, set())
+    thread = sender(store)
+    data = engine().data
+    meta = data.ReqMeta("r", None, ([1],), HASHES, can_save=True, store_job_id=7)
+    assert pair.run_job(thread, meta) == "TypeError"
+    assert thread.take_completed_saves() == {7: 1}
+    assert thread.request_queue.unfinished_tasks == 0
+    assert store.calls == []
+    assert ACTING.on
+    thread = receiver(store)
+    meta = data.ReqMeta("r", 24, ([1],), HASHES, load_spec=None)
+    assert pair.run_job(thread, meta) is not None
+    assert ACTING.on
 
 
 def test_a_save_whose_records_fail_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

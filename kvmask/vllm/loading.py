@@ -197,8 +197,9 @@ def _load(self: Any, req_meta: Any) -> None:
         plans = thread_plans(self, ReceivingPolicy)
         tails = None if plans is None else _tails(self, req_meta.load_spec)
     except Exception as e:
+        stock("receiving.handle_request")(self, req_meta)  # raises where the job is to blame
         ACTING.trip("receiving.handle_request", e)
-        plans = tails = None
+        return
     if plans is None or tails is None:
         stock("receiving.handle_request")(self, req_meta)
         return

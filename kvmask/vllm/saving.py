@@ -225,8 +225,9 @@ def _save(self: Any, req_meta: Any) -> None:
                 self, SendingPolicy, self.coord.lcm_block_size, self.group_put_steps, NULL_BLOCK
             )
     except Exception as e:  # before the job is kvmask's to report
+        stock("sending.handle_request")(self, req_meta)  # raises where the job is to blame
         ACTING.trip("sending.handle_request", e)
-        token_len = plans = None
+        return
     if token_len is None or plans is None:
         stock("sending.handle_request")(self, req_meta)
         return
