@@ -51,6 +51,10 @@ def vllm_config(
     """What the connector reads of vLLM's configuration. Every one has a connection of its own."""
     from vllm.config import KVTransferConfig
 
+    extra = dict(extra or {})
+    if name == "KVMaskStoreConnector":
+        # On a busy machine a lookup takes long, and past its deadline it would be a miss.
+        extra.setdefault("lookup_deadline_ms", 20_000)
     return SimpleNamespace(
         model_config=SimpleNamespace(
             model="org/model",
