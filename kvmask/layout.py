@@ -73,6 +73,8 @@ class KVLayout:
         tensors: Sequence[TensorFacts] = (),
     ) -> None:
         """Take regions unchecked. `from_tensors` and `from_regions` prepare and check them."""
+        if device is not None and not isinstance(device, str):
+            raise TypeError(f"`device` must be a str or None, got {type(device).__name__}")
         self._core = Regions(list(regions), num_blocks)
         self._regions = tuple(regions)
         self._storages = tuple(storages)
@@ -145,8 +147,6 @@ class KVLayout:
         >>> layout.addresses([0, 3])
         ([[4096], [5632]], [[512], [512]])
         """
-        if device is not None and not isinstance(device, str):
-            raise TypeError(f"`device` must be a str or None, got {type(device).__name__}")
         num_blocks = check_integer(num_blocks, "`num_blocks`", 1, 1 << 63)
         given = [_integers(r, 3, f"`regions[{i}]`") for i, r in enumerate(regions)]
         ranges = [_integers(s, 2, f"`storages[{i}]`") for i, s in enumerate(storages)]
