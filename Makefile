@@ -21,6 +21,8 @@ C_FLAGS := -std=c11 -g -O1 -Wall -Wextra -Werror -Ikvmask/csrc \
 # What `make fuzz` runs, half of its time in C.
 CLANG ?= clang
 FUZZERS := $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/*.c))
+# Inputs that `make fuzz-replay` makes for each of them.
+REPLAYS ?= 200000
 ASAN := build/asan
 # What `make test-vllm` runs of vLLM itself: its connector's tests, whole engines, and the ways to
 # deploy them.
@@ -83,20 +85,46 @@ fuzz: setup-fuzz $(FUZZERS:%=build/fuzz/%) ## libFuzzer over the C headers, then
 	done
 	$(PY) tests/fuzz/public_names.py --seconds $$(($(TIME) / 2)) $(ARGS)
 
+.PHONY: fuzz-replay
+fuzz-replay: $(FUZZERS:%=build/replay/%) ## run what the fuzzers have kept, and inputs made from it, always the same
+	@for name in $(FUZZERS); do \
+		printf '%s: ' "$$name"; build/replay/$$name tests/fuzz/corpus/$$name $(REPLAYS); \
+	done
+
+build/replay/%: tests/fuzz/%.c $(wildcard tests/c/*.[ch] kvmask/csrc/*.h)
+	@mkdir -p $(@D)
+	$(CC) $(C_FLAGS) $< tests/c/replay.c -o $@ -lm -ldl
+
 build/fuzz/%: tests/fuzz/%.c $(wildcard tests/c/*.[ch] kvmask/csrc/*.h)
 	@mkdir -p $(@D)
 	$(CLANG) $(C_FLAGS) -fsanitize=fuzzer $< -o $@ -ldl
 
-.PHONY: test-asan
-test-asan: setup-dev ## the Python tests on a sanitized extension, built beside the normal one
+.PHONY: build-asan
+build-asan: setup-dev # with C asserts, too
 	@rm -rf $(ASAN) && mkdir -p $(ASAN)
 	@cp -r kvmask tests setup.py pyproject.toml $(wildcard README.md) $(ASAN)/
 	@rm -f $(ASAN)/kvmask/_core*.so $(ASAN)/kvmask/_core.c
-	@cd $(ASAN) && KVMASK_SANITIZE=1 $(CURDIR)/$(PY) setup.py -q build_ext --inplace
-	cd $(ASAN) && \
+	@cd $(ASAN) && KVMASK_SANITIZE=1 $(CURDIR)/$(PY) setup.py -q build_ext --inplace \
+		>build.log 2>&1 || { tail -n 40 build.log >&2; exit 1; }
+	@grep -qa __assert_fail $(ASAN)/kvmask/_core*.so || { echo "the asserts are off" >&2; exit 1; }
+
+# Reports go to files, because pytest takes what is written to stderr.
+ASAN_REPORT := $(CURDIR)/$(ASAN)/report
+IN_ASAN = cd $(ASAN) && \
 	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so.6)" \
-	ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=. \
-	$(CURDIR)/$(PY) -m pytest -p no:cacheprovider -m "not store and not vllm and not gpu" $(ARGS)
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=6144:abort_on_error=1:log_path=$(ASAN_REPORT) \
+	UBSAN_OPTIONS=print_stacktrace=1:abort_on_error=1:log_path=$(ASAN_REPORT) \
+	PYTHONMALLOC=malloc PYTHONPATH=. $(CURDIR)/$(PY)
+# Files whose tests build packages, run type checkers or read documents: slow, and not of the core.
+NOT_IN_ASAN := docs docs_cli examples figures packaging public_api
+SHOW_ASAN = { cat $(ASAN_REPORT).* 2>/dev/null || true; exit 1; }
+
+.PHONY: test-asan
+test-asan: build-asan fuzz-replay ## the Python tests and the fuzzers' inputs, with C asserts and sanitizers, in a copy
+	$(IN_ASAN) tests/fuzz/public_names.py --runs 5000 --memory 0 || $(SHOW_ASAN)
+	$(IN_ASAN) -m pytest -p no:cacheprovider -m "not store and not vllm and not gpu" \
+		$(NOT_IN_ASAN:%=--ignore=tests/test_%.py) $(ARGS) || $(SHOW_ASAN)
+	@! grep -lE 'ERROR|runtime error' $(ASAN_REPORT).* 2>/dev/null || $(SHOW_ASAN)
 
 .PHONY: test-faults
 test-faults: setup-dev ## random rounds of faults against a real store, every byte compared

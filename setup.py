@@ -2,7 +2,7 @@
 
 Environment knobs:
     KVMASK_DEBUG=1      no optimisation, debug symbols, C asserts on
-    KVMASK_SANITIZE=1   AddressSanitizer and UndefinedBehaviorSanitizer
+    KVMASK_SANITIZE=1   AddressSanitizer and UndefinedBehaviorSanitizer, debug symbols, C asserts on
     KVMASK_WERROR=1     compiler warnings are errors
 """
 
@@ -32,15 +32,16 @@ compile_args = ["-std=c11", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unu
 # Cython's own output is not warning-clean at -Wextra.
 compile_args += ["-Wno-unused-parameter", "-Wno-missing-field-initializers", "-Wno-sign-compare"]
 link_args: list[str] = []
-if flag("KVMASK_DEBUG"):
-    compile_args += ["-O0", "-g", "-UNDEBUG"]
+if flag("KVMASK_DEBUG") or flag("KVMASK_SANITIZE"):
+    # Sanitizers slow a build that is not optimised at all too much.
+    compile_args += ["-O0" if flag("KVMASK_DEBUG") else "-O1", "-g", "-UNDEBUG"]
 else:
     # Python's own flags ask for debug symbols, which are five sixths of the file.
     compile_args += ["-O3", "-g0"]
     link_args += ["-Wl,--strip-all"]
 if flag("KVMASK_SANITIZE"):
     sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
-    compile_args += [*sanitize, "-fno-omit-frame-pointer", "-g", "-UNDEBUG"]
+    compile_args += [*sanitize, "-fno-omit-frame-pointer"]
     link_args += sanitize
 if flag("KVMASK_WERROR"):
     compile_args += ["-Werror"]

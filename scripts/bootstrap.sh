@@ -56,6 +56,11 @@ for pair in libibverbs.so.1:libibverbs1 librdmacm.so.1:librdmacm1 libnuma.so.1:l
 done
 echo 'int main(void) { return 0; }' >build/.probe.c
 ${CC:-gcc} -o build/.probe build/.probe.c 2>/dev/null || missing+=(gcc libc6-dev)
+if [ "$kind" = dev ] && [ ${#missing[@]} = 0 ]; then
+    # With Debian's compilers the sanitizers come along; others keep them apart.
+    ${CC:-gcc} -fsanitize=address,undefined -o build/.probe build/.probe.c 2>/dev/null ||
+        missing+=(libasan8 libubsan1)
+fi
 if [ "$kind" = fuzz ]; then
     echo 'int LLVMFuzzerTestOneInput(void);int LLVMFuzzerTestOneInput(void) { return 0; }' >build/.probe.c
     "${CLANG:-clang}" -fsanitize=fuzzer,address -o build/.probe build/.probe.c 2>/dev/null ||

@@ -101,6 +101,9 @@ def test_explain_says_what_it_leaves_out(capsys):
     assert capsys.readouterr().out.startswith("64 of 65 tokens, hash blocks of 64")
 
 
+@pytest.mark.skipif(
+    "asan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer takes memory of its own"
+)
 def test_a_picture_of_many_blocks_keeps_them_as_bits():
     """64 million blocks: lists of their bools would take half a gigabyte each."""
     # The peak of the process itself: getrusage would begin with what its parent had.

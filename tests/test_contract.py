@@ -3,6 +3,7 @@
 import copy
 import itertools
 import logging
+import os
 import pickle
 import re
 import subprocess
@@ -739,7 +740,8 @@ def test_fingerprints_are_the_same_in_every_process():
             check=True,
             timeout=60,
             # The tested package first: benches put the sources' folder before it.
-            env={"PYTHONHASHSEED": seed, "PATH": "", "PYTHONPATH": ":".join([home, *sys.path])},
+            env=os.environ
+            | {"PYTHONHASHSEED": seed, "PATH": "", "PYTHONPATH": ":".join([home, *sys.path])},
         )
 
 

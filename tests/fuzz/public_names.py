@@ -1,9 +1,11 @@
 """A fuzzer of kvmask's public names: calls with plausible and impossible arguments, in any order.
 
     python tests/fuzz/public_names.py --seconds 60 [--seed 1] [--corpus FOLDER] [FILE ...]
+    python tests/fuzz/public_names.py --runs 1000
 
 With Atheris the coverage of kvmask's Python modules guides it; without, inputs are random bytes.
-Files are inputs to run once, such as a crash. The exit status is 0 if nothing was found.
+Those of `--runs` are random bytes everywhere, and the same in every run. Files are inputs to run
+once, such as a crash. The exit status is 0 if nothing was found.
 
 Each call must return, or raise an exception that the name promises: one of `kvmask.errors`,
 TypeError, or what a sequence raises. Its message has a bound. Whatever returns has a repr, is equal
@@ -464,19 +466,24 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument("--runs", type=int, help="so many inputs that a seed makes, no time")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--memory", type=int, default=MOST_MEMORY >> 30, help="GiB of addresses, 0 for no limit"
+    )
     parser.add_argument(
         "--corpus", type=Path, default=ROOT / "build" / "fuzz" / "corpus" / "python"
     )
     parser.add_argument("files", type=Path, nargs="*")
     args = parser.parse_args()
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, resource.RLIM_INFINITY))
+    if args.memory:
+        resource.setrlimit(resource.RLIMIT_AS, (args.memory << 30, resource.RLIM_INFINITY))
     for file in args.files:
         run(file.read_bytes())
     if args.files:
         summary()
         return 0
-    if atheris is not None:
+    if atheris is not None and args.runs is None:
         args.corpus.mkdir(parents=True, exist_ok=True)
         options = [f"-max_total_time={args.seconds}", "-max_len=256", "-len_control=0"]
         options += [f"-seed={args.seed}", f"-artifact_prefix={ROOT}/build/fuzz/python-"]
@@ -493,7 +500,7 @@ def main() -> int:
     print("without Atheris: random inputs, no coverage")
     rng = random.Random(args.seed)
     stop = time.monotonic() + args.seconds
-    while time.monotonic() < stop:
+    while counts["inputs"] < args.runs if args.runs is not None else time.monotonic() < stop:
         data = rng.randbytes(rng.choice((16, 64, 256)))
         try:
             run(data)
