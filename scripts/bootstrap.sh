@@ -59,7 +59,7 @@ ${CC:-gcc} -o build/.probe build/.probe.c 2>/dev/null || missing+=(gcc libc6-dev
 if [ "$kind" = dev ] && [ ${#missing[@]} = 0 ]; then
     # With Debian's compilers the sanitizers come along; others keep them apart.
     ${CC:-gcc} -fsanitize=address,undefined -o build/.probe build/.probe.c 2>/dev/null ||
-        missing+=(libasan8 libubsan1)
+        missing+=("libgcc-$(${CC:-gcc} -dumpversion | cut -d . -f 1)-dev")
 fi
 if [ "$kind" = fuzz ]; then
     echo 'int LLVMFuzzerTestOneInput(void);int LLVMFuzzerTestOneInput(void) { return 0; }' >build/.probe.c
