@@ -105,6 +105,7 @@ cdef int64_t put_keys(list keys, int64_t position, tuple names, BlockHashes dige
     cdef Py_ssize_t size = digests.size, j, n_names = len(names)
     cdef bint flat = digests.items is None
     cdef const unsigned char *data
+    cdef KeyBuilder alone = <KeyBuilder>names[0] if n_names == 1 else None
     while i < blocks:
         if bits is not None:
             i = km_next(bits.words, i, blocks, True)
@@ -117,12 +118,18 @@ cdef int64_t put_keys(list keys, int64_t position, tuple names, BlockHashes dige
             fetch_ahead(PySequence_Fast_ITEMS(digests.items), PyList_GET_SIZE(digests.items),
                         position_of, per_block)
             data = digests.at(position_of, &size)
+        i += 1
+        if alone is not None:
+            key = alone.build(data, size)
+            Py_INCREF(key)
+            PyList_SET_ITEM(keys, position, key)
+            position += 1
+            continue
         for j in range(n_names):
             key = (<KeyBuilder>names[j]).build(data, size)
             Py_INCREF(key)
             PyList_SET_ITEM(keys, position, key)
             position += 1
-        i += 1
     return position
 
 
