@@ -173,6 +173,38 @@ def test_import_needs_no_optional_package():
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
+# Modules of Python that take long to import, and that `import kvmask` can do without.
+HEAVY = {
+    "asyncio", "concurrent.futures", "ctypes", "email", "http", "importlib.metadata", "json",
+    "multiprocessing", "pickle", "queue", "random", "secrets", "socket", "ssl", "subprocess",
+    "tempfile", "unittest", "urllib.request", "uuid",
+}  # fmt: skip
+
+
+def test_import_leaves_out_what_is_heavy():
+    program = f"""if True:
+        import sys
+        before = set(sys.modules)
+        import kvmask
+        print(sorted({HEAVY!r} & (set(sys.modules) - before)))
+    """
+    # -I -S: neither the environment nor a package's .pth file imports anything first.
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            f"import sys; sys.path[:0] = [{str(ROOT)!r}]\n{program}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "[]\n"
+
+
 @pytest.mark.parametrize("name", [n for n in MODULES if n])
 def test_imports_go_one_way(name):
     above = {m for m in own_imports(name) if stage(m) > stage(name)}

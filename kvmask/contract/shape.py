@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -177,5 +176,7 @@ def shape(
 
 def digest(content: Mapping[str, Any]) -> str:
     """16 hex digits of plain values, the same in every process and Python."""
+    import json  # `import kvmask` does not need it
+
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(b"kvmask contract 1\n" + text.encode()).hexdigest()[:16]

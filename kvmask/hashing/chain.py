@@ -24,7 +24,6 @@ serialised as the very objects that were passed, like the engine does with its o
 
 import functools
 import os
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -119,15 +118,18 @@ def start_hash(algorithm: str = "sha256", seed: str | None = None, release: str 
         seed = DEFAULT_SEED
     if not isinstance(seed, str):
         raise HashInputError(f"`seed` must be text, got {type(seed).__name__}")
-    data = (
-        canonical_cbor(seed)
-        if encoding == _core.ENCODING_CBOR
-        else pickle.dumps(seed, protocol=_PROTOCOL)
-    )
+    if encoding == _core.ENCODING_CBOR:
+        data = canonical_cbor(seed)
+    else:
+        import pickle  # here and below: `import kvmask` does not need it
+
+        data = pickle.dumps(seed, protocol=_PROTOCOL)
     return bytes(digest()(data))
 
 
 def _pickle_block(parent: bytes, tokens: tuple[int, ...], extra: tuple[Any, ...] | None) -> bytes:
+    import pickle
+
     try:
         return pickle.dumps((parent, tokens, extra), protocol=_PROTOCOL)
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
@@ -141,6 +143,8 @@ def _pickler_is_known() -> bool:
     The format of a pickle is fixed, the choice of opcodes and frames is not. Also false for a newer
     protocol, which vLLM would take up by itself.
     """
+    import pickle
+
     if pickle.HIGHEST_PROTOCOL != _PROTOCOL:
         return False
     parent = bytes(range(32))

@@ -14,7 +14,6 @@ Sources: `v1/token_database.py` and `v1/multiprocess/token_hasher.py` of LMCache
 from __future__ import annotations
 
 import hashlib
-import pickle
 import struct
 from typing import Any
 
@@ -92,6 +91,8 @@ def lmcache_chunk_hashes(
             parent = digest(parent + words).digest()
             out.append(parent)
         return BlockHashes(b"".join(out), 32)
+    import pickle  # `import kvmask` does not need it
+
     parent = start_hash(algorithm, seed)[:8]
     for chunk in chunks:
         value = (int.from_bytes(parent, "big"), chunk, ())

@@ -14,7 +14,6 @@ sorted names and no spaces, in ASCII.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -83,6 +82,8 @@ def fingerprint(facts: Mapping[str, str | int | bool | None]) -> str:
                 "`facts` must map text to text, integers or None, "
                 f"got {shown(name)}: {shown(value)}"
             )
+    import json  # `import kvmask` does not need it
+
     text = json.dumps(dict(facts), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

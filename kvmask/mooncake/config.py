@@ -19,7 +19,6 @@ A size is a number of bytes, or text such as "4GB", "512 MB", "1.5kb" or "4g". U
 mended, with a `StoreConfigWarning`.
 """
 
-import json
 import operator
 import os
 import re
@@ -295,6 +294,8 @@ class StoreConfig:
         Raises:
             ArgumentError: It cannot be read, is no JSON object, or a value is invalid.
         """
+        import json  # `import kvmask` does not need it
+
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from kvmask.errors import ArgumentError, KVMaskError, StoreError
@@ -19,7 +18,8 @@ from kvmask.mooncake.address import Endpoints, masked, master_endpoints, metadat
 from kvmask.mooncake.codes import Code
 from kvmask.mooncake.config import StoreConfig
 
-# `import kvmask` imports this module. So `socket` is imported only in the functions that use it.
+# `import kvmask` imports this module. So `socket` and the like are imported only where they are
+# used.
 
 DEVICES = Path("/sys/class/infiniband")
 # Each attempt takes at most this many seconds.
@@ -89,6 +89,8 @@ def _wait(ask: Callable[[float], None], deadline: float, what: str) -> None:
 
     It is asked on a thread of its own, because looking up a host name has no time limit.
     """
+    from queue import Empty, SimpleQueue
+
     ended: SimpleQueue[BaseException | None] = SimpleQueue()
     last: list[object] = ["no answer in time"]
 
