@@ -78,8 +78,8 @@ def test_over_a_real_store(name):
         text=True,
         timeout=180,
         check=False,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=EXAMPLES,
+        env={**os.environ, "PYTHONPATH": str(Path(mooncake.__file__).parent.parent.parent)},
     )
     assert done.returncode == 0, done.stderr
     first, second = [

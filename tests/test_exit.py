@@ -1,10 +1,15 @@
 """The interpreter ends while a daemon thread is in a call of the store: it waits for the call."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import kvmask
+
 TESTS = Path(__file__).parent
+# The kvmask that is tested: the sources beside the tests may be others, and not be built.
+ENV = os.environ | {"PYTHONPATH": str(Path(kvmask.__file__).parent.parent)}
 
 PROGRAM = r"""
 import os, sys, threading, time
@@ -43,7 +48,8 @@ def run(last="", seconds=0.5, limit=None):
         capture_output=True,
         text=True,
         timeout=60,
-        cwd=TESTS.parent,
+        cwd=TESTS,
+        env=ENV,
         check=False,
     )
 
@@ -103,7 +109,8 @@ def test_a_renewal_that_never_ends_is_left_alone():
         capture_output=True,
         text=True,
         timeout=20,
-        cwd=TESTS.parent,
+        cwd=TESTS,
+        env=ENV,
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr

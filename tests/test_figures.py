@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import kvmask
+
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "figures.py"
 FOLDER = ROOT / "docs" / "figures"
@@ -25,7 +27,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 def drawn(tmp_path_factory):
     """The pictures, drawn again."""
     folder = tmp_path_factory.mktemp("figures")
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    # The kvmask that is tested, which is not always the one beside the script.
+    paths = str(Path(kvmask.__file__).parent.parent)
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(folder)],
         env=os.environ | {"PYTHONPATH": paths},

@@ -94,6 +94,57 @@ def test_wheels_hold_no_sources_of_the_core():
     assert PROJECT["tool"]["setuptools"]["include-package-data"] is False
 
 
+def pythons():
+    """The versions of CPython that the metadata name, as in 311."""
+    named = re.findall(r"Python :: (\d)\.(\d+)", " ".join(PROJECT["project"]["classifiers"]))
+    return [major + minor for major, minor in named]
+
+
+def test_wheels_are_built_for_the_versions_that_the_metadata_name():
+    config = PROJECT["tool"]["cibuildwheel"]
+    assert config["build"].split() == [f"cp{version}-*" for version in pythons()]
+    assert set(config["test-groups"]) <= PROJECT["dependency-groups"].keys()
+
+
+def test_cibuildwheel_takes_its_configuration():
+    """It checks the names and values of all options before it says what it would build."""
+    pytest.importorskip("cibuildwheel")
+    words = ["--platform", "linux", "--archs", "x86_64,aarch64", "--print-build-identifiers"]
+    done = subprocess.run(
+        [sys.executable, "-m", "cibuildwheel", *words, str(ROOT)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.split() == [
+        f"cp{version}-manylinux_{arch}" for arch in ("x86_64", "aarch64") for version in pythons()
+    ]
+
+
+def test_what_starts_processes_tests_an_installed_kvmask(archive, tmp_path):
+    """As the wheel's tests do: the sources beside the tests are not built, and not meant."""
+    site = tmp_path / "site"
+    shutil.copytree(PACKAGE, site / "kvmask", ignore=shutil.ignore_patterns("*.c", "__pycache__"))
+    command = PROJECT["tool"]["cibuildwheel"]["test-command"]
+    assert command.startswith("pytest {project}/tests ")
+    chosen = " ".join(
+        f"{archive}/tests/{name}.py"
+        for name in ("test_docs", "test_examples", "test_exit", "test_figures", "test_process")
+    )
+    line = command.replace("pytest {project}/tests", f'"{sys.executable}" -m pytest {chosen}')
+    done = subprocess.run(
+        ["/bin/sh", "-c", line],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
 def test_the_core_compiles_without_a_warning(compiler):
     source, program = PACKAGE / "_core.c", shutil.which(compiler)

@@ -1,0 +1,118 @@
+"""Build a wheel for a Python and run the tests that `[tool.cibuildwheel]` names on it.
+
+    python3 scripts/wheel_test.py [--keep FOLDER] [PYTHON ...]
+
+It does what cibuildwheel does, without its containers: so the wheels are those of this machine's C
+library, and no manylinux ones. For each Python it makes the source archive, builds a wheel from
+that, installs the wheel with the packages of the test groups into a new environment, and runs the
+test command in an empty folder. The installed kvmask is tested, and not the sources. `--keep` puts
+archive and wheels into a folder. It needs nothing but the standard library, a C compiler and pip's
+index.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+# What a checkout holds and an archive is not made of.
+SKIP = shutil.ignore_patterns(
+    "__pycache__", "*.so", "_core.c", ".git", ".venv*", ".*_cache", "build", "dist", "*.egg-info"
+)
+ABOUT = (
+    "import sys, sysconfig; print(sys.version.split()[0] + "
+    "(', free-threaded' if sysconfig.get_config_var('Py_GIL_DISABLED') else ''))"
+)
+
+
+def run(*command: str | Path, cwd: Path, **more: Any) -> str:
+    """Run a command and return its output; what fails ends the script with its output."""
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, capture_output=True, text=True, check=False, **more
+    )
+    if done.returncode:
+        raise SystemExit(
+            f"{shlex.join(map(str, command))} ended with status {done.returncode}\n"
+            f"{done.stdout[-6000:]}{done.stderr[-6000:]}"
+        )
+    return done.stdout
+
+
+def environment(python: str, folder: Path, packages: list[str]) -> Path:
+    """Make a virtual environment with some packages; its Python."""
+    run(python, "-m", "venv", folder, cwd=folder.parent)
+    inside = folder / "bin" / "python"
+    # Of packages without a wheel for this Python nothing is built: a compiler may not be enough.
+    run(inside, "-m", "pip", "install", "-q", *packages, cwd=folder.parent)
+    return inside
+
+
+def build(python: str, folder: Path, project: dict[str, Any]) -> tuple[Path, Path]:
+    """The source archive, and a wheel made from it."""
+    inside = environment(python, folder / "build", project["build-system"]["requires"])
+    copy = folder / "copy"
+    shutil.copytree(ROOT, copy, ignore=SKIP)
+    run(inside, "setup.py", "-q", "sdist", "-d", folder / "out", cwd=copy)
+    (archive,) = (folder / "out").glob("*.tar.gz")
+    with tarfile.open(archive) as made:
+        made.extractall(folder, filter="data")
+    source = folder / archive.name.removesuffix(".tar.gz")
+    wheel = ("wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder / "out")
+    run(inside, "-m", "pip", *wheel, source, cwd=folder)
+    (path,) = (folder / "out").glob("*.whl")
+    return archive, path
+
+
+def test(python: str, keep: Path | None) -> str:
+    """Build and test with one Python; the last line of the tests."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    config = project["tool"]["cibuildwheel"]
+    with tempfile.TemporaryDirectory(prefix="kvmask-wheel-") as name:
+        folder = Path(name)
+        archive, wheel = build(python, folder, project)
+        if keep is not None:
+            keep.mkdir(parents=True, exist_ok=True)
+            for path in (archive, wheel):
+                shutil.copy(path, keep)
+        packages = [p for g in config["test-groups"] for p in project["dependency-groups"][g]]
+        inside = environment(python, folder / "test", [str(wheel), *packages])
+        empty = folder / "empty"
+        empty.mkdir()
+        command = config["test-command"].format(
+            project=folder / archive.name.removesuffix(".tar.gz")
+        )
+        env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+        env["PATH"] = f"{inside.parent}{os.pathsep}{env['PATH']}"
+        env["VIRTUAL_ENV"] = str(inside.parent.parent)
+        out = run("/bin/sh", "-c", command, cwd=empty, env=env)
+        where = run(inside, "-c", "import kvmask; print(kvmask.__file__)", cwd=empty, env=env)
+        if not where.startswith(str(folder / "test")):
+            raise SystemExit(f"the tests must use the installed kvmask, got {where}")
+        last = [line for line in out.splitlines() if line.strip()][-1].strip("= ")
+        return f"{wheel.name}, {wheel.stat().st_size} bytes: {last}"
+
+
+def main() -> None:
+    """Test with each Python in turn."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("pythons", metavar="PYTHON", nargs="*", default=[sys.executable])
+    parser.add_argument("--keep", metavar="FOLDER", type=Path, help="put archive and wheels there")
+    args = parser.parse_args()
+    for python in args.pythons:
+        about = run(python, "-c", ABOUT, cwd=ROOT).strip()
+        print(f"CPython {about}: ", end="", flush=True)
+        print(test(python, args.keep), flush=True)
+
+
+if __name__ == "__main__":
+    main()
