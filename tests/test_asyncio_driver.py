@@ -3,6 +3,7 @@
 import ast
 import asyncio
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -170,13 +171,24 @@ def test_a_wrong_call_is_raised_with_what_was_done(drive):
 def test_a_task_that_is_cancelled_ends_its_plan(drive):
     engine = Engine()
     plan = engine.request.lookup_plan(tools=engine.tools)
+    begun, over = threading.Event(), threading.Event()
+
+    def slow(store, name, keys):
+        begun.set()
+        assert over.wait(30)
+
+    engine.store.hooks.append(slow)
 
     async def cancelled():
         task = asyncio.create_task(drive(plan, engine.store))
-        await asyncio.sleep(0)
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
         task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        try:
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        finally:
+            over.set()
 
     asyncio.run(cancelled())
     assert plan.next_call() is None
