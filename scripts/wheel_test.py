@@ -52,8 +52,8 @@ def environment(python: str, folder: Path, packages: list[str]) -> Path:
     """Make a virtual environment with some packages; its Python."""
     run(python, "-m", "venv", folder, cwd=folder.parent)
     inside = folder / "bin" / "python"
-    # Of packages without a wheel for this Python nothing is built: a compiler may not be enough.
-    run(inside, "-m", "pip", "install", "-q", *packages, cwd=folder.parent)
+    # An older package with a wheel comes before a newer one without: some need Rust to be built.
+    run(inside, "-m", "pip", "install", "-q", "--prefer-binary", *packages, cwd=folder.parent)
     return inside
 
 
