@@ -126,6 +126,13 @@ test-asan: build-asan fuzz-replay ## the Python tests and the fuzzers' inputs, w
 		$(NOT_IN_ASAN:%=--ignore=tests/test_%.py) $(ARGS) || $(SHOW_ASAN)
 	@! grep -lE 'ERROR|runtime error' $(ASAN_REPORT).* 2>/dev/null || $(SHOW_ASAN)
 
+# Pythons of `make test-wheel`; each makes a wheel.
+PYTHONS ?= python3
+
+.PHONY: test-wheel
+test-wheel: ## a wheel for each of PYTHONS, tested by the configured command: make test-wheel PYTHONS="python3.13 python3.14"
+	python3 scripts/wheel_test.py $(PYTHONS)
+
 .PHONY: test-faults
 test-faults: setup-dev ## random rounds of faults against a real store, every byte compared
 	$(PY) tests/faults/rounds.py --rounds $(ROUNDS) $(ARGS)

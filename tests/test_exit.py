@@ -154,7 +154,8 @@ def run_calls(grace=0.0, limit=60, times=1000, seconds=0.2, last=""):
         capture_output=True,
         text=True,
         timeout=60,
-        cwd=TESTS.parent,
+        cwd=TESTS,
+        env=ENV,
         check=False,
     )
 
