@@ -1,6 +1,7 @@
 """What a request pays in vLLM, from its tokens to the plan of its load, with stock and with kvmask.
 
     python bench/bench_vllm_path.py [--tokens 8192 131072 1048576] [--shape dsv4 gemma full16]
+    python bench/bench_vllm_path.py --row 150 [...]    lookups alone, each side's in a row
 
 Scheduler and worker are vLLM's real classes, made as an engine makes them. They talk over vLLM's
 own ZMQ connection, and the store has a real master on loopback. Four steps are timed:
@@ -302,6 +303,26 @@ def measure(shape: Any, tokens: int) -> Iterator[tuple[str, str, dict[str, list[
         side.pair.close()
 
 
+def row(shape: Any, tokens: int, calls: int) -> dict[str, list[float]]:
+    """Per side the seconds beyond the store's call, of lookups in a row."""
+    rng = random.Random(tokens)
+    stock = Side("stock", shape)
+    digests = stock.hash([rng.randrange(1 << 17) for _ in range(tokens)])
+    fill(shape, tokens, digests, stock)
+    stock.pair.close()
+    took = {}
+    for name in SIDES:
+        if name != "stock":
+            side = Side(name, shape)
+            for _ in range(calls // 4):
+                side.lookup(tokens, digests)
+            settle()
+            pairs = [once(functools.partial(side.lookup, tokens, digests)) for _ in range(calls)]
+            took[name] = [all_ - store for all_, store in pairs]
+            side.pair.close()
+    return took
+
+
 def text(seconds: float) -> str:
     return f"{seconds * 1e3:10.3f}"
 
@@ -312,6 +333,7 @@ def main() -> int:
     )
     parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
     parser.add_argument("--shape", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--row", type=int, help="only lookups, so many of each side in a row")
     args = parser.parse_args()
     from unittest import mock
 
@@ -339,7 +361,15 @@ def main() -> int:
         ):
             for shape in args.shape:
                 for tokens in args.tokens:
-                    show(shape, tokens)
+                    if args.row:
+                        for name, took in row(SHAPES[shape], tokens, args.row).items():
+                            print(
+                                f"{shape:7} {tokens:8} {name:10} median "
+                                f"{text(statistics.median(took))} least {text(min(took))}",
+                                flush=True,
+                            )
+                    else:
+                        show(shape, tokens)
                     Timed.real.remove_all(True)
     return 0
 

@@ -147,6 +147,9 @@ CASES = {
     "answers read": lambda: _core.read_answers([1, 0, 999], 3),
     "answers of a tuple": lambda: _core.read_answers((1, 0, 999), 3),
     "repeated ids": lambda: _core.first_repeated([1000, 2000, 1000]),
+    "repeated digests": lambda: _core.digests_differ(
+        _core.BlockHashes.from_list([b"a" * 32, b"b" * 32]), _core.Bitset.ones(2), 0, 1
+    ),
     "pieces and calls": lambda: (
         _core.row_pieces([[999, 2000]] * 3, 500),
         _core.cut_calls([1.0, 2.0, 90.0, 1.5], 3.0, 80.0, [1] * 4, 2)),

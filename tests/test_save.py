@@ -33,6 +33,7 @@ from kvmask import (
     StrictKeys,
     drive,
 )
+from kvmask._core import Bitset, BlockHashes, digests_differ
 from kvmask.errors import ArgumentError, BlockIdError, PlanStateError, StoreError
 from kvmask.plans import CALL_FAILED, EXISTS, MALFORMED_ANSWER, NOT_TRIED
 
@@ -483,3 +484,24 @@ def test_an_unfinished_state_is_saved_at_a_hash_block_only():
         engine.save(digests(num_tokens // 16), num_tokens)
         stored = [key for key in engine.store.pool if "@g1@" in key]
         assert len(stored) == states, num_tokens
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whether_digests_differ(seed):
+    rng = random.Random(seed)
+    for _ in range(50):
+        size, scale, start = rng.choice([8, 16, 32]), rng.choice([1, 2, 3]), rng.randrange(3)
+        pool = [rng.randbytes(size) for _ in range(rng.choice([3, 40, 1000]))]
+        digests = [rng.choice(pool) for _ in range(rng.randrange(60))]
+        n = max(0, len(digests) // scale - start)
+        planned = Bitset.from_bools([rng.random() < 0.7 for _ in range(n)])
+        named = [digests[(start + i + 1) * scale - 1] for i in planned.indices()]
+        for hashes in (BlockHashes.from_list(digests), BlockHashes(b"".join(digests), size)):
+            assert digests_differ(hashes, planned, start, scale) == (len(set(named)) == len(named))
+
+
+def test_digests_of_less_than_eight_bytes_are_taken_for_equal():
+    hashes = BlockHashes.from_list([b"ab", b"cd"])
+    assert digests_differ(hashes, Bitset.ones(2), 0, 1) is False
+    assert digests_differ(BlockHashes.from_list([bytes(32)]), Bitset.ones(1), 0, 1) is False
+    assert digests_differ(BlockHashes.from_list([]), Bitset.ones(0), 0, 1) is True

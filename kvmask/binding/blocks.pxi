@@ -152,6 +152,50 @@ def all_as_planned(answers, list planned not None):
     return True
 
 
+def digests_differ(BlockHashes hashes not None, Bitset planned not None, start, scale):
+    """Whether the digests of some blocks all differ, as far as their first eight bytes tell.
+
+    False says that two may be equal.
+
+    Args:
+        hashes: Digests.
+        planned: The blocks, from ``start`` on.
+        start: First block.
+        scale: Hash blocks per block.
+    """
+    cdef int64_t first = as_int64(start, "start", 0, c_max_bits)
+    cdef int64_t per_block = as_int64(scale, "scale", 1, c_max_bits)
+    cdef int64_t n = min(planned.n, hashes.n // per_block - first), i = -1
+    cdef uint64_t count = km_count(planned.words, planned.n), mask = 15, slot, tag = 0
+    cdef Py_ssize_t size = hashes.size
+    cdef const unsigned char *data
+    cdef uint64_t *slots
+    cdef bint differ = True
+    while mask < 2 * count:
+        mask = 2 * mask + 1
+    slots = <uint64_t *>calloc(mask + 1, sizeof(uint64_t))
+    if slots == NULL:
+        raise MemoryError
+    try:
+        while differ:
+            i = km_next(planned.words, i + 1, n, True)
+            if i >= n:
+                break
+            data = hashes.at((first + i + 1) * per_block - 1, &size)
+            if size < 8:
+                return False
+            memcpy(&tag, data, 8)
+            # Digests of tests count up; those of a chain are spread anyway.
+            slot = (tag * <uint64_t>0x9E3779B97F4A7C15) >> 20 & mask
+            while slots[slot] and slots[slot] != tag:
+                slot = slot + 1 & mask
+            differ = tag != 0 and slots[slot] != tag
+            slots[slot] = tag
+        return differ
+    finally:
+        free(slots)
+
+
 def first_repeated(list ids not None):
     """Position of the first block id that stands at an earlier position too, or -1.
 

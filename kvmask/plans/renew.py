@@ -33,7 +33,7 @@ from kvmask.plans.held import Held
 from kvmask.plans.lookup import LookupPlan
 from kvmask.plans.scheme import GroupScheme, Scheme
 
-# With this many keys a batch takes some 20 us of Python; 100 us when the set of keys has to grow.
+# With this many keys a batch takes some 40 us of Python.
 BATCH_KEYS = 128
 # Prefixes looked at in one go; each takes about 10 ns, or two cache misses.
 _SCAN = 256
@@ -41,6 +41,11 @@ _SCAN = 256
 _MOST_CREDIT = 1 << 16
 # Keys remembered as renewed, per interval. Beyond it nothing is renewed.
 _MOST_RENEWED = 1 << 18
+
+# Sets that hold them. One large set would take milliseconds to grow, and as long to be freed.
+_SETS = 256
+# Keys freed in one go, or a few more.
+_FREED = 512
 
 _Job = tuple[Scheme, BlockHashes, int, Hit]
 _IDLE: Iterator[list[str]] = iter(())
@@ -94,9 +99,11 @@ class Renewals:
         self._work = _IDLE
         self._left: list[str] = []  # of the last piece of work, not yet looked at
         self._credit = 0.0
-        # Keys renewed in this interval, and in the one before.
-        self._new: set[str] = set()
-        self._old: set[str] = set()
+        # Keys renewed in this interval and in the one before, by their hash, and those to be freed.
+        self._new = _sets()
+        self._old = _sets()
+        self._gone: list[set[str]] = []
+        self._count = 0  # in this interval
         self._turned = clock()
         self._lock = threading.Lock()
 
@@ -151,13 +158,19 @@ class Renewals:
                 keys = found
             piece, self._left = keys[:BATCH_KEYS], keys[BATCH_KEYS:]
             new, old = self._new, self._old
-            due = [key for key in piece if key not in new and key not in old]
-            room = min(int(self._credit), _MOST_RENEWED - len(new))
+            due = []
+            for key in piece:
+                i = hash(key) % _SETS
+                if key not in new[i] and key not in old[i]:
+                    due.append(key)
+            room = min(int(self._credit), _MOST_RENEWED - self._count)
             if len(due) > room:
                 due = due[: max(0, room)]
                 self._left, self._work = [], _IDLE
                 self.dropped += 1
-            new.update(due)
+            for key in due:
+                new[hash(key) % _SETS].add(key)
+            self._count += len(due)
             self._credit -= len(due)
             self.renewed += len(due)
             return due
@@ -174,18 +187,24 @@ class Renewals:
         with self._lock:
             self._jobs.clear()
             self._work, self._left = _IDLE, []
-            self._new, self._old = set(), set()
+            self._new, self._old, self._gone, self._count = _sets(), _sets(), [], 0
             self._ends.clear()
             self._credit = 0.0
 
     def _turn(self) -> None:
         """Forget the keys whose interval is over."""
+        freed = 0
+        while self._gone and freed < _FREED:
+            freed += len(self._gone.pop())
         now = self._clock()
         if now - self._turned < self.interval:
             return
         late = now - self._turned >= 2 * self.interval
-        self._old = set() if late else self._new
-        self._new = set()
+        self._gone += filter(None, self._old)
+        if late:
+            self._gone += filter(None, self._new)
+        self._old = _sets() if late else self._new
+        self._new, self._count = _sets(), 0
         self._turned = now
 
     def _pieces(
@@ -248,6 +267,10 @@ class Renewals:
             if mask is None:
                 mask = Bitset.ones(length // (scale * scheme.coord.hash_block_size))
             yield from _keys(group, hashes, mask, 0, scale)
+
+
+def _sets() -> list[set[str]]:
+    return list(map(set, [()] * _SETS))
 
 
 def _scale(scheme: Scheme, group: GroupScheme) -> int:

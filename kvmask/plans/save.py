@@ -12,6 +12,7 @@ from kvmask._core import (
     all_answered,
     build_keys,
     check_integer,
+    digests_differ,
     pick_missing,
     plan_blocks,
     read_answers,
@@ -136,8 +137,7 @@ class SavePlan(BlockPlan):
         known: dict[tuple[int, int], int] = {}
         for handoff in handed:
             self._hand_over(handoff, known)
-        # Digests that are known to be of one chain differ.
-        if (handed or self._hashes.origin is None) and not self._policy.unique_keys:
+        if not self._policy.unique_keys and (handed or not self._all_differ()):
             self._twin_keys()
 
     def _plan_group(
@@ -214,6 +214,18 @@ class SavePlan(BlockPlan):
         block = -(-boundary // group.block_size) - 1
         if group.own and block % group.writers == group.turn:
             self._add(group, None, 0, [], (block, block_id, boundary))
+
+    def _all_differ(self) -> bool:
+        """Whether no key can stand twice: digests that are known to be of one chain differ."""
+        if self._hashes.origin is not None:
+            return True
+        builders = [builder for e in self._entries for builder in e.group.own]
+        return len(set(builders)) == len(builders) and all(
+            e.planned is not None
+            and e.tail is None
+            and digests_differ(self._hashes, e.planned, e.start, e.group.block_size // self._unit)
+            for e in self._entries
+        )
 
     def _twin_keys(self) -> None:
         """Find keys that stand twice in the plan: a block of the table that is handed over too."""
