@@ -228,7 +228,12 @@ def test_the_demo_names_the_extra_that_is_missing(monkeypatch, capsys, memory, e
     ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
 def test_a_signal_ends_a_command_without_a_traceback(signum, code):
-    process = command("bench --tokens 8192 --repeat 1000000", wait=False)
+    # A caller that ignores the signal, as `nohup` does, would hand that down.
+    before = signal.signal(signum, signal.SIG_DFL)
+    try:
+        process = command("bench --tokens 8192 --repeat 1000000", wait=False)
+    finally:
+        signal.signal(signum, before)
     try:
         assert process.stdout.readline().startswith(b"shape")  # it runs
         process.send_signal(signum)
