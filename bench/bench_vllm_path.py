@@ -68,11 +68,7 @@ class Timed:
     answers: dict[Any, list[int]] = {}  # noqa: RUF012 one for all
 
     def batch_is_exist(self, keys: list[str]) -> list[int]:
-        start = time.perf_counter()
-        answer = [0] * len(keys) if Timed.hold else Timed.real.batch_is_exist(keys)
-        if not renews():
-            Timed.seconds += time.perf_counter() - start
-        return answer  # type: ignore[no-any-return]
+        return exists(lambda k: [0] * len(k) if Timed.hold else Timed.real.batch_is_exist(k), keys)
 
     def batch_put_from_multi_buffers(self, keys: list[str], *_: Any) -> list[int]:
         start = time.perf_counter()
@@ -92,9 +88,13 @@ class Timed:
         """The run closes the client."""
 
 
-def renews() -> bool:
-    """Whether this is kvmask's thread that renews what lookups left out."""
-    return threading.current_thread().name == "kvmask-renewals"
+def exists(ask: Callable[[list[str]], list[int]], keys: list[str]) -> list[int]:
+    """An existence call, timed unless kvmask's thread makes it to renew what lookups left out."""
+    start = time.perf_counter()
+    answer = ask(keys)
+    if threading.current_thread().name != "kvmask-renewals":
+        Timed.seconds += time.perf_counter() - start
+    return answer
 
 
 def connect(handshake: Any) -> Any:
@@ -103,14 +103,9 @@ def connect(handshake: Any) -> Any:
 
     store, real = Timed(), places_connect(handshake)
 
-    def asked(keys: list[str]) -> Any:
-        start = time.perf_counter()
-        answer = real.batch_is_exist(keys)
-        if not renews():
-            Timed.seconds += time.perf_counter() - start
-        return answer
-
-    store.batch_is_exist = asked  # type: ignore[method-assign]
+    store.batch_is_exist = functools.partial(  # type: ignore[method-assign]
+        exists, real.batch_is_exist
+    )
     store.close = real.close  # type: ignore[method-assign]
     assert places.connect is connect
     return store

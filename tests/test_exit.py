@@ -43,6 +43,10 @@ def run(last="", seconds=0.5, limit=None):
     text = PROGRAM.format(tests=str(TESTS), last=last, seconds=seconds)
     if limit is not None:
         text = f"import kvmask.exits\nkvmask.exits.EXIT_SECONDS = {limit}\n{text}"
+    return child(text)
+
+
+def child(text):
     return subprocess.run(
         [sys.executable, "-c", text],
         capture_output=True,
@@ -145,19 +149,7 @@ print("the end", flush=True)
 
 
 def run_calls(grace=0.0, limit=60, times=1000, seconds=0.2, last=""):
-    return subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            CALLS.format(grace=grace, limit=limit, times=times, seconds=seconds, last=last),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=TESTS,
-        env=ENV,
-        check=False,
-    )
+    return child(CALLS.format(grace=grace, limit=limit, times=times, seconds=seconds, last=last))
 
 
 def test_exit_waits_for_a_call_and_the_thread_ends_with_the_next():

@@ -185,7 +185,7 @@ def digests_differ(BlockHashes hashes not None, Bitset planned not None, start, 
             if size < 8:
                 return False
             memcpy(&tag, data, 8)
-            # Digests of tests count up; those of a chain are spread anyway.
+            # Spread, as digests that count up are not by themselves.
             slot = (tag * <uint64_t>0x9E3779B97F4A7C15) >> 20 & mask
             while slots[slot] and slots[slot] != tag:
                 slot = slot + 1 & mask

@@ -105,6 +105,7 @@ cdef int64_t put_keys(list keys, int64_t position, tuple names, BlockHashes dige
     cdef Py_ssize_t size = digests.size, j, n_names = len(names)
     cdef bint flat = digests.items is None
     cdef const unsigned char *data
+    # Most groups have one namespace: 26 of 380 instructions per key are the way through the tuple.
     cdef KeyBuilder alone = <KeyBuilder>names[0] if n_names == 1 else None
     while i < blocks:
         if bits is not None:
