@@ -234,6 +234,35 @@ def explained(path: Path, prompts: list[list[int]], master: str) -> list[int]:
         store.close()
 
 
+def of_side(script: str, what: str, side: str, timeout: float) -> dict[str, Any]:
+    """What a script says of one side, which it runs in a process of its own.
+
+    Args:
+        script: The script. Its last line is JSON.
+        what: What it runs.
+        side: The side.
+        timeout: Seconds.
+
+    Raises:
+        SystemExit: It failed, or kvmask gave up in it.
+    """
+    paths = os.pathsep.join([str(PROJECT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, script, what, "--side", side],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    lines = done.stdout.strip().splitlines()
+    why = gave_up(done.stdout + done.stderr)
+    if done.returncode or not lines or why:
+        sys.exit(f"{what} {side} failed:\n{why or done.stderr[-3000:]}")
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", choices=sorted(MODELS))
@@ -245,25 +274,15 @@ def main() -> int:
         return 0
     from kvmask.cli.terminal import Progress
 
-    paths = os.pathsep.join([str(PROJECT), os.environ.get("PYTHONPATH", "")])
     seen = {}
     progress = Progress(args.model)
     for side in SIDES:
         progress.step(side)
-        done = subprocess.run(
-            [sys.executable, __file__, args.model, "--side", side],
-            env=os.environ | {"PYTHONPATH": paths},
-            capture_output=True,
-            text=True,
-            timeout=1200,
-            check=False,
-        )
-        lines = done.stdout.strip().splitlines()
-        if done.returncode or not lines or gave_up(done.stdout + done.stderr):
+        try:
+            seen[side] = of_side(__file__, args.model, side, 1200)
+        except SystemExit:
             progress.close()
-            why = gave_up(done.stdout + done.stderr) or done.stderr[-3000:]
-            sys.exit(f"{args.model} {side} failed:\n{why}")
-        seen[side] = json.loads(lines[-1])
+            raise
         hits, drift = seen[side]["hits"], seen[side]["drift"]
         progress.say(f"{args.model} {side} hits {hits} drift {drift}")
     progress.close()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -95,20 +94,8 @@ def main() -> int:
     if args.side:
         os.environ.update(vllm_engine.SETTINGS)
         serve(args.kind, args.side)
-    paths = os.pathsep.join([str(vllm_engine.PROJECT), os.environ.get("PYTHONPATH", "")])
     for side in SIDES:
-        done = subprocess.run(
-            [sys.executable, __file__, args.kind, "--side", side],
-            env=os.environ | {"PYTHONPATH": paths},
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        lines = done.stdout.strip().splitlines()
-        if done.returncode or not lines:
-            sys.exit(f"{args.kind} {side} failed:\n{done.stderr[-3000:]}")
-        found = json.loads(lines[-1])
+        found = vllm_engine.of_side(__file__, args.kind, side, 600)
         print(
             f"{args.kind} {side}: {found['lookups']} lookups held the engine for "
             f"{found['held']:.2f} s of {found['took']:.2f} s",
