@@ -245,6 +245,22 @@ def test_what_the_engine_holds_is_renewed_although_the_lookup_gains_nothing():
     assert plan.result.length == 1888
 
 
+def test_keys_of_intervals_that_are_over_are_freed():
+    contract, store, clock = contract_of(), FakeStore(), Clock()
+    renewals = Renewals(clock=clock, share=1.0, interval=4.0)
+    kept = []
+    for turn in range(30):
+        hashes = digests(str(turn), PROMPT)
+        save(store, contract, hashes, PROMPT)
+        clock.now += 4.0
+        renewals.note(look_up(store, contract, hashes, PROMPT, full_only(1888)))
+        assert drain(renewals)
+        sets = [*renewals._new, *renewals._old, *renewals._gone]
+        kept.append(sum(map(len, sets)))
+    renewed = renewals.renewed // 30
+    assert 0 < max(kept) <= 3 * renewed
+
+
 @pytest.mark.parametrize("held", [0, 512, 1824, 1888])
 def test_the_prompt_of_a_hot_request_outlives_pressure(held):
     """Looked up twice a second, then pressure: a fresh engine hits what it hits after stock's."""

@@ -276,6 +276,23 @@ def test_what_follows_lookups_waits_until_there_is_none_to_make(place):
     assert told[-1] == 41
 
 
+def test_a_lookup_that_waits_is_made_before_what_follows_another(place):
+    asks, order = asking(place), []
+    ask = place.ask
+
+    def asked(tokens, *more):
+        order.append(tokens)
+        return ask(tokens, *more)[0], lambda: order.append(-tokens)
+
+    place.ask = asked
+    place.gate.clear()
+    for tokens in (1, 2):
+        assert asks.lookup(str(tokens), tokens, [b"a"], non_block=True) is None
+    place.gate.set()
+    until(lambda: len(order) == 4)
+    assert order == [1, 2, -1, -2]
+
+
 def test_what_follows_a_lookup_may_fail(place):
     asks = asking(place)
     ask = place.ask
