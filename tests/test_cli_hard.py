@@ -22,7 +22,7 @@ HUGE = "99999999999999999998"
 DRAW = "explain --full 64 --hash-block 64"
 
 
-def command(words, *, shell="", wait=True, **env):
+def command(words, *, shell="", wait=True, own_group=False, **env):
     """Run the command in a process of its own, through a shell for its redirections."""
     line = f'exec "$0" -m kvmask {words} {shell}'
     process = subprocess.Popen(
@@ -32,6 +32,7 @@ def command(words, *, shell="", wait=True, **env):
         stderr=subprocess.PIPE,
         # A suite that runs in the background of a shell has it ignored, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        process_group=0 if own_group else None,
     )
     if not wait:
         return process
@@ -308,3 +309,18 @@ def test_a_demo_that_is_ended_leaves_nothing_behind(master, tmp_path, signum, co
     assert b"Traceback" not in err
     assert gone(started[0])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.store
+def test_a_demo_that_ctrl_c_ends_still_has_its_master(master):
+    """A terminal sends SIGINT to the whole group. The clients then still need the master."""
+    pytest.importorskip("numpy")
+    process = command("demo --memory numpy --tokens 524288", wait=False, own_group=True)
+    try:
+        assert b"master at" in process.stdout.readline()
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert b"RPC" not in err

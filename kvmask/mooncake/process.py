@@ -8,6 +8,9 @@ consequences:
   request and then executes the real program. That keeps the process id and the request.
 - "Parent" means the *thread* that forked. When that thread ends, the child gets the signal. So each
   child is started by a thread of its own, which waits until the child ends.
+
+A child has a process group of its own. Ctrl-C reaches every process of a terminal's group, and a
+master that it ends first leaves its clients to wait for answers that do not come.
 """
 
 from __future__ import annotations
@@ -65,7 +68,14 @@ def start(
 
     def hold() -> None:
         try:
-            process = Popen([*guard, *command], stdin=DEVNULL, stdout=log, stderr=STDOUT, env=env)
+            process = Popen(
+                [*guard, *command],
+                stdin=DEVNULL,
+                stdout=log,
+                stderr=STDOUT,
+                env=env,
+                process_group=0,
+            )
         except BaseException as error:
             started.put(error)
             return
