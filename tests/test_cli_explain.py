@@ -155,6 +155,73 @@ def test_options_of_a_model():
     assert any("size of a state is not known" in note for note in made.notes)
 
 
+def test_what_configs_of_gemma_leave_out():
+    """gemma-3-12b-it names no `head_dim`, and gemma-3-4b-it no heads either."""
+    text = {"model_type": "gemma3_text", "num_hidden_layers": 48, "hidden_size": 3840}
+    text |= {"sliding_window": 1024, "num_attention_heads": 16, "num_key_value_heads": 8}
+    full = model_of({"model_type": "gemma3", "text_config": text}).layers[0]
+    assert (full.count, full.block_bytes) == (8, 2 * 8 * 256 * 2 * 16 * 8)
+    text |= {"num_hidden_layers": 34, "hidden_size": 2560}
+    del text["num_attention_heads"], text["num_key_value_heads"]
+    full = model_of({"model_type": "gemma3", "text_config": text}).layers[0]
+    assert (full.count, full.block_bytes) == (5, 2 * 4 * 256 * 2 * 16 * 5)
+
+
+def test_the_indexer_of_a_sparse_model_is_counted():
+    values = json.loads((CONFIGS / "deepseek-v3.json").read_text())
+    sparse = model_of(values | {"index_topk": 2048, "index_head_dim": 128})
+    assert sparse.layers[0].block_bytes == (576 * 2 + 128 + 4) * 16 * 61
+    assert "132 bytes of the indexer per token" in sparse.notes
+
+
+def test_a_pattern_of_windows_of_any_model():
+    values = {"model_type": "cohere2", "num_hidden_layers": 8, "num_attention_heads": 2}
+    values |= {"hidden_size": 64, "sliding_window": 4096, "sliding_window_pattern": 4}
+    assert [layers.count for layers in model_of(values).layers] == [2, 6]
+    unused = model_of(values | {"sliding_window": None})
+    assert unused.groups == [FullAttention(16)]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"attn_layer_period": 8},  # Jamba
+        {"hybrid_override_pattern": "M-M*"},  # Nemotron-H
+        {"attn_layer_indices": [1]},  # Bamba
+        {"attn_type_list": [0, 1, 0, 1]},  # MiniMax-Text-01
+        {"linear_attn_config": {"full_attn_layers": [3]}},  # Kimi Linear
+        {"mamba_d_state": 16},  # Falcon-H1
+        {"state_size": 128},  # Mamba
+    ],
+    ids=lambda field: next(iter(field)),
+)
+def test_layers_that_are_no_attention_do_not_pass_for_it(field):
+    base = {"num_hidden_layers": 4, "num_attention_heads": 2, "hidden_size": 64}
+    with pytest.raises(ArgumentError, match=f"`layer_types` must name .* `{next(iter(field))}`"):
+        model_of(base | field)
+    named = base | field | {"layer_types": ["mamba", "attention"] * 2}
+    assert [layers.count for layers in model_of(named).layers] == [2, 2]
+
+
+def test_a_list_of_layers_of_one_kind_is_no_pattern():
+    base = {"num_hidden_layers": 4, "num_attention_heads": 2, "hidden_size": 64}
+    found = model_of(base | {"attn_type_list": [1] * 4})  # MiniMax-M2
+    assert found.groups == [FullAttention(16)]
+
+
+@pytest.mark.parametrize("field", ["global_head_dim", "num_kv_shared_layers", "swa_head_dim"])
+def test_bytes_of_layers_that_differ_are_not_known(capsys, tmp_path, field):
+    base = {"num_hidden_layers": 4, "num_attention_heads": 2, "hidden_size": 64}
+    found = model_of(base | {field: 2})
+    assert [layers.block_bytes for layers in found.layers] == [None]
+    assert found.notes[1] == f"the bytes are not known, because layers differ by `{field}`"
+    assert model_of(base | {field: 0}).layers[0].block_bytes
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(base | {field: 2}))
+    assert main(["explain", "--config", str(path), "--tokens", "64"]) == 0
+    assert "bytes  saved" not in capsys.readouterr().out
+
+
 def test_a_folder_is_as_good_as_its_file(tmp_path):
     values = (CONFIGS / "gpt-oss-20b.json").read_text()
     (tmp_path / "config.json").write_text(values)
@@ -168,7 +235,11 @@ def test_a_folder_is_as_good_as_its_file(tmp_path):
         ({"num_hidden_layers": "4"}, "`num_hidden_layers` of the config must be an integer"),
         ({"num_hidden_layers": 0}, "`num_hidden_layers` of the config must be from 1 to"),
         ({"num_hidden_layers": 5000}, "`num_hidden_layers` of the config must be at most 4096"),
-        ({"layer_types": ["full_attention"]}, "`layer_types` of the config must name 2 layers"),
+        (
+            {"layer_types": ["full_attention"]},
+            "must name as many layers as `num_hidden_layers`, got 1",
+        ),
+        ({"layer_types": "full"}, "`layer_types` of the config must be a list, got 'full'"),
         ({"layer_types": ["full_attention", "x"]}, "must hold kinds out of full_attention"),
         ({"layer_types": ["sliding_attention"] * 2}, "`sliding_window` must be in the config"),
         ({"num_attention_heads": None}, "`num_attention_heads` must be in the config"),
@@ -225,6 +296,7 @@ def test_files_that_are_no_configs(tmp_path, capsys, text, message):
     ("words", "message"),
     [
         ("--config nowhere --full 16", "`--config` says which groups there are, got --full too"),
+        ("--config /", "`--config` must name a readable config.json, got '/config.json': No such"),
         ("--config nowhere", "`--config` must name a readable config.json, got 'nowhere': No such"),
         ("--full 16 --block-size 16", "`--block-size` is for `--config`"),
         ("--full 16 --kv-bytes 2", "`--kv-bytes` is for `--config`"),

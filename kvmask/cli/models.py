@@ -7,6 +7,8 @@ masks. What a config does not say is assumed, and every assumption is told:
 - Blocks have 16 tokens, vLLM's default. A model with state layers gets the smallest multiple of 16
   at which a block of one attention layer is no smaller than one state (vLLM 0.32 fits them so).
 - A number of the cache has as many bytes as one of the model's dtype.
+- Gemma 2 and 3 have the defaults of their config classes for what their configs leave out.
+- A sparse model's indexer (DeepSeek-V3.2) keeps one packed FP8 key per token, as in vLLM 0.32.
 - DeepSeek-V4 (a config with `compress_ratios`): blocks of 256, 64, 4 and 8 tokens, and the packed
   FP8 layout. These are facts of vLLM 0.32's `models/deepseek_v4`, not of the config.
 
@@ -50,6 +52,33 @@ _KINDS = {
     "recurrent": "state",
 }
 _MOST_LAYERS = 4096
+# Defaults that configs of Gemma 2 and 3 rely on. Other models divide `hidden_size` among the heads.
+_GEMMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+# Fields of models with layers that are no attention, or with a pattern that is not read here.
+# Without a list of layers such a model would pass for one of full attention alone.
+_PATTERNS = (
+    "attn_layer_indices",
+    "attn_layer_period",
+    "attn_type_list",
+    "block_types",
+    "full_attn_idxs",
+    "global_attn_every_n_layers",
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+    "linear_attn_config",
+    "local_layer_ids",
+    "mamba_d_state",
+    "ssm_state_size",
+    "state_size",
+)
+# Fields of models whose attention layers keep different numbers of bytes, or none of their own.
+_SIZES = (
+    "global_head_dim",
+    "num_global_key_value_heads",
+    "num_kv_shared_layers",
+    "swa_head_dim",
+    "swa_num_key_value_heads",
+)
 
 
 @dataclass(frozen=True)
@@ -125,11 +154,11 @@ def read_config(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise unusable("--config", "name a readable config.json", path, error) from None
+        raise unusable("--config", "name a readable config.json", file, error) from None
     if not isinstance(values, dict):
         raise ArgumentError(
             f"`--config` must hold one JSON object, got {type(values).__name__} in "
-            f"{os.fspath(path)!r}"
+            f"{os.fspath(file)!r}"
         )
     return values
 
@@ -170,14 +199,14 @@ def model_of(
     kinds = layer_kinds(config, name, layers)
     notes: list[str] = []
     number = kv_bytes or _dtype_bytes(config, outer, notes)
-    token = _token_bytes(config, number, notes)
+    token = _token_bytes(config, name, number, notes)
     state = _state_bytes(config, number, notes) if "state" in kinds else None
     size = block_size or _block_size(token, state, "full" in kinds, notes)
     rows = []
     for kind in ("full", "window", "chunked", "state"):
         count = kinds.count(kind)
         if count:
-            each = state if kind == "state" else token * size
+            each = state if kind == "state" else token and token * size
             group = _group(config, kind, size)
             rows.append(Layers(group, count, None if each is None else each * count))
     return Model(name, tuple(rows), tuple(notes))
@@ -203,6 +232,14 @@ def layer_kinds(config: _Config, name: str, layers: int) -> list[str]:
         given = config.values.get(field)
         if given is not None:
             return _named_kinds(given, field, layers)
+    for field in _PATTERNS:
+        given = config.values.get(field)
+        alike = isinstance(given, list) and len(given) == layers and given.count(given[0]) == layers
+        if given is not None and not alike:
+            raise ArgumentError(
+                f"`layer_types` must name the kind of each layer in a config with `{field}`, "
+                "which is not read here, got none"
+            )
     if name.startswith("gemma2"):  # every other layer, from the first on
         return ["full" if i % 2 else "window" for i in range(layers)]
     if name.startswith("gemma3"):
@@ -218,6 +255,9 @@ def layer_kinds(config: _Config, name: str, layers: int) -> list[str]:
     windowed = config.has("sliding_window") and config.values.get("use_sliding_window") is not False
     if windowed and name.startswith("qwen") and not config.values.get("use_sliding_window"):
         windowed = False
+    if windowed and config.has("sliding_window_pattern"):
+        period = config.number("sliding_window_pattern")
+        return ["window" if (i + 1) % period else "full" for i in range(layers)]
     if windowed and config.has("max_window_layers"):
         first = config.number("max_window_layers", low=0)
         return ["window" if i >= first else "full" for i in range(layers)]
@@ -225,9 +265,12 @@ def layer_kinds(config: _Config, name: str, layers: int) -> list[str]:
 
 
 def _named_kinds(given: Any, field: str, layers: int) -> list[str]:
-    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != layers:
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise ArgumentError(f"`{field}` of the config must be a list, got {shown(given)}")
+    if len(given) != layers:
         raise ArgumentError(
-            f"`{field}` of the config must name {layers} layers, got {shown(given)}"
+            f"`{field}` of the config must name as many layers as `num_hidden_layers`, "
+            f"got {len(given)} and {layers}"
         )
     unknown = sorted({str(kind) for kind in given if str(kind) not in _KINDS})
     if unknown:
@@ -262,15 +305,21 @@ def _dtype_bytes(config: _Config, outer: _Config, notes: list[str]) -> int:
     return 2
 
 
-def _token_bytes(config: _Config, number: int, notes: list[str]) -> int:
-    """Bytes of one token in one attention layer, over all ranks."""
+def _token_bytes(config: _Config, name: str, number: int, notes: list[str]) -> int | None:
+    """Bytes of one token in one attention layer, over all ranks; None where layers differ."""
+    for field in _SIZES:
+        if config.values.get(field):  # 0 shared layers are none
+            notes.append(f"the bytes are not known, because layers differ by `{field}`")
+            return None
     if config.has("kv_lora_rank"):
         latent = config.number("kv_lora_rank") + config.number("qk_rope_head_dim", 0, 0)
         notes.append(f"latent attention: one vector of {latent} numbers per token")
-        return latent * number
-    heads = config.number("num_attention_heads")
-    kv_heads = config.number("num_key_value_heads", heads)
-    size = config.number("head_dim", 0, 0) or config.number("hidden_size") // heads
+        return latent * number + _indexer_bytes(config, notes)
+    usual: Mapping[str, int] = _GEMMA if name.startswith(("gemma2", "gemma3")) else {}
+    heads = config.number("num_attention_heads", usual.get("num_attention_heads"))
+    kv_heads = config.number("num_key_value_heads", usual.get("num_key_value_heads", heads))
+    size = config.number("head_dim", usual.get("head_dim", 0), 0)
+    size = size or config.number("hidden_size") // heads
     if size == 0:
         raise ArgumentError(
             "`hidden_size` of the config must be at least `num_attention_heads`, "
@@ -278,6 +327,16 @@ def _token_bytes(config: _Config, number: int, notes: list[str]) -> int:
         )
     notes.append(f"{kv_heads} KV heads of {size} numbers, keys and values")
     return 2 * kv_heads * size * number
+
+
+def _indexer_bytes(config: _Config, notes: list[str]) -> int:
+    """Bytes of one token in the indexer of one layer: FP8, and a scale of 4 bytes per 128."""
+    if not config.has("index_topk"):
+        return 0
+    size = config.number("index_head_dim", 128)
+    packed = size + 4 * (size // 128)
+    notes.append(f"{packed} bytes of the indexer per token")
+    return packed
 
 
 def _state_bytes(config: _Config, number: int, notes: list[str]) -> int | None:
@@ -294,8 +353,8 @@ def _state_bytes(config: _Config, number: int, notes: list[str]) -> int | None:
     return total
 
 
-def _block_size(token: int, state: int | None, attends: bool, notes: list[str]) -> int:
-    if state is None or not attends:
+def _block_size(token: int | None, state: int | None, attends: bool, notes: list[str]) -> int:
+    if state is None or token is None or not attends:
         notes.append(f"blocks of {BLOCK} tokens; see --block-size")
         return BLOCK
     size = -(-state // token)
