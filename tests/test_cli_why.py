@@ -293,8 +293,8 @@ def test_colours_and_the_width_of_a_terminal(files, asked, monkeypatch, capsys):
         (["--tokens", "1", "--no-special-tokens"], "`--no-special-tokens` is for text, got it"),
         (["--tokens", "1", "--eagle", "0", "3"], "`--eagle` must name groups from 0 to 0, got 0 3"),
         (
-            ["--tokens", "1", "--engine", "strict", "--release", "0.32"],
-            "`--release` is no part of the keys of 'strict'",
+            ["--tokens", "1", "--engine", "strict"],
+            "`--engine` must be vllm or ascend without `--contract`, because the fingerprint",
         ),
         (["--tokens", "1", "--master", "h:1", "--config", "x"], "`--config` and `--master` excl"),
         (["--tokens", "1", "--swa", "16"], ""),
@@ -333,7 +333,10 @@ def test_too_little_is_told(asked, capsys, more, message):
 )
 def test_a_file_says_all_of_a_contract(files, asked, capsys, more, option):
     assert main(words(files, *more)) == 1
-    assert f"`--contract` says all that the others say, got {option}" in capsys.readouterr().err
+    assert (
+        f"`--contract` must stand without the options that describe a contract, got {option}"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_contract_without_its_seed_cannot_hash(tmp_path, asked, capsys, monkeypatch):
@@ -341,7 +344,7 @@ def test_a_contract_without_its_seed_cannot_hash(tmp_path, asked, capsys, monkey
     CONTRACT.write(tmp_path / "contract.json")
     base = ["why", "--contract", str(tmp_path / "contract.json"), "--tokens", "1,2"]
     assert main([*base, "--master", "h:1"]) == 1
-    assert "`seed` must be given to hash token ids" in capsys.readouterr().err
+    assert "`--seed` must be given for a contract file without its seed" in capsys.readouterr().err
     assert main([*base, "--master", "h:1", "--seed", "a seed"]) == 0
 
 

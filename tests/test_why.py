@@ -528,3 +528,8 @@ def test_runs_in_words():
         assert [b for first, last in runs(blocks) for b in range(first, last + 1)] == blocks
         assert runs_text(blocks).count(" more") <= 1
     assert runs_text([]) == ""
+
+
+def test_one_token_is_one_token():
+    contract = Contract([FullAttention(16)], 16, VllmKeys("m"), Hashing(seed="s"))
+    assert diagnose(contract.request([1]), FakeStore()).sentence.startswith("No hit for 1 token:")

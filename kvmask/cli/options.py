@@ -177,7 +177,8 @@ def contract_of(args: argparse.Namespace) -> Contract:
         if said:
             shown = "--full and the like" if said[0] == "groups" else f"--{said[0]}"
             raise ArgumentError(
-                f"`--contract` says all that the others say, got {shown.replace('_', '-')} too"
+                "`--contract` must stand without the options that describe a contract, got "
+                f"{shown.replace('_', '-')} too"
             )
         return read_contract(args.contract, args.seed)
     if not args.groups:
@@ -186,11 +187,17 @@ def contract_of(args: argparse.Namespace) -> Contract:
     groups = make_groups(args.groups, args.eagle)
     args.tp_rank = args.pp_rank = args.group = None  # the contract fills them in
     grid = {f"{name}_size": getattr(args, name) for name in ("tp", "pp", "dcp", "pcp")}
-    hashes_here = args.engine in ("vllm", "ascend", "strict")
-    if not hashes_here:
+    if args.engine == "strict":
+        # Nothing can be saved under such keys without the facts of the bytes, and no option says
+        # them. So none of these keys would ever be there.
         raise ArgumentError(
-            f"`--engine` must be one whose digests kvmask's contracts make: vllm, ascend or "
-            f"strict, got {args.engine!r}"
+            "`--engine` must be vllm or ascend without `--contract`, because the fingerprint in "
+            f"strict keys covers the bytes of the blocks, got {args.engine!r}"
+        )
+    if args.engine not in ("vllm", "ascend"):
+        raise ArgumentError(
+            "`--engine` must be one whose digests kvmask's contracts make: vllm or ascend, "
+            f"got {args.engine!r}"
         )
     release = args.release if args.engine == "vllm" and args.release else "0.32"
     return Contract(

@@ -163,6 +163,11 @@ def run_why(args: argparse.Namespace) -> int:
             f"`--max-keys` bounds `--near` and `--try`, got {args.max_keys} without them"
         )
     contract = contract_of(args)
+    if contract.hashing is not None and not contract.hashing.known:
+        raise ArgumentError(
+            "`--seed` must be given for a contract file without its seed, got none: token ids "
+            f"cannot be hashed with the start known as {contract.hashing.check} alone"
+        )
     tokens = prompt_tokens(args)
     if not tokens:
         raise ArgumentError("the prompt must have at least one token, got none")
@@ -215,7 +220,7 @@ def add_why_command(commands: Any) -> None:
         "sentence why the hit is not longer. The client has no transfer engine and gives the pool "
         "no memory. Asking for a key that is there renews its lease, as a lookup does.",
         "kvmask why --contract contract.json --tokens prompt.json --config mooncake.json --near\n"
-        "kvmask why --full 64 --swa 16,32 --model m --tokens 1,2,3 --master 127.0.0.1:50051",
+        "kvmask why --full 64 --swa 16,32 --model m --tokens prompt.json --master 127.0.0.1:50051",
     )
     parser.add_argument("--contract", metavar="FILE", help="the contract of the engine, as JSON")
     parser.add_argument(

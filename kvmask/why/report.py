@@ -180,7 +180,7 @@ class Diagnosis:
         head = (
             f"The hit is {self.length} of {self.num_tokens} tokens"
             if self.length
-            else f"No hit for {self.num_tokens} tokens"
+            else f"No hit for {self.num_tokens} token{'' if self.num_tokens == 1 else 's'}"
         )
         return f"{head}: {self.reasons[0].text}." if self.reasons else f"{head}."
 
