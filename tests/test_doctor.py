@@ -368,3 +368,12 @@ def test_libraries_are_those_that_bootstrap_installs():
     pairs = re.findall(r"(lib\w+\.so\.\d+):(\w+)", script.read_text(encoding="utf-8"))
     assert [library for library, _ in pairs] == list(doctor.LIBRARIES)
     assert [package for _, package in pairs] == list(mooncake.SYSTEM_PACKAGES)
+
+
+def test_a_misspelt_setting_is_named_beside_the_one_that_is_missing(tmp_path, capsys):
+    path = tmp_path / "mooncake.json"
+    path.write_text('{"master_server_adress": "127.0.0.1:1"}')
+    assert main(["doctor", "--config", str(path)]) == 1
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("FAIL config")]
+    assert "`master_server_address` must name the master" in line
+    assert "'master_server_adress' is not read: `master_server_address` may be meant" in line

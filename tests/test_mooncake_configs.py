@@ -8,6 +8,7 @@ warnings and the error must name; `expect` are values afterwards.
 """
 
 import base64
+import contextlib
 import http.server
 import json
 import os
@@ -125,3 +126,30 @@ def test_a_password_reaches_the_metadata_server_alone():
                 with pytest.raises(StoreError, match=answer):
                     probe._ask_http(url, 20)
         server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("local_buffer_sise", "local_buffer_size"),
+        ("master_server_adress", "master_server_address"),
+        ("Protocol", "protocol"),
+    ],
+)
+def test_a_key_that_looks_misspelt_is_named(key, name):
+    values = {"master_server_address": "h:1", "metadata_server": "P2PHANDSHAKE", "protocol": "tcp"}
+    values[key] = values.pop(name, 1 << 30)
+    # A master that is missing is refused after the warning.
+    with warnings.catch_warnings(record=True) as caught, contextlib.suppress(ArgumentError):
+        warnings.simplefilter("always")
+        mooncake.StoreConfig.from_mapping(values)
+    assert f"'{key}' is not read: `{name}` may be meant" in [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize(
+    "key", ["enable_ssd_offload", "alloc_in_same_node", "metadata_server_auth", 7]
+)
+def test_other_keys_are_ignored(key, recwarn):
+    values = {"master_server_address": "h:1", "metadata_server": "P2PHANDSHAKE", "protocol": "tcp"}
+    mooncake.StoreConfig.from_mapping(values | {key: "1"})
+    assert not recwarn.list

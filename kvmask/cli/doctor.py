@@ -20,7 +20,7 @@ from contextlib import ExitStack
 
 from kvmask import mooncake, switch
 from kvmask.cli import engines, trip
-from kvmask.errors import KVMaskError, StoreError
+from kvmask.errors import ArgumentError, KVMaskError, StoreError
 
 LIBRARIES = ("libibverbs.so.1", "librdmacm.so.1", "libnuma.so.1", "libcurl.so.4")
 DISTRIBUTIONS = (
@@ -218,7 +218,12 @@ def run(config: str | None = None, limit: float = 60.0) -> Iterator[Check]:
             )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            settings = mooncake.load_settings(path)
+            try:
+                settings = mooncake.load_settings(path)
+            except KVMaskError as error:
+                # A misspelt key is often why another one is missing.
+                notes = [f"note: {warning.message}" for warning in caught]
+                raise ArgumentError("; ".join([str(error), *notes])) from error
         source = path or f"${mooncake.MASTER_ENV}"
         text = f"{source}: master {settings.master_server_address}, {settings.protocol}"
         return "; ".join([text, *(f"note: {warning.message}" for warning in caught)])

@@ -69,6 +69,8 @@ _TEXTS = (
 _SIZES = ("global_segment_size", "local_buffer_size")
 # What Mooncake's own `setup` calls two of the keys.
 _ALIASES = {"master_server_addr": "master_server_address", "rdma_devices": "device_name"}
+# Keys of Mooncake's own reader that are like a key of vLLM's and mean something else.
+_OTHER_NAMES = frozenset({"enable_ssd_offload"})
 # Variables of Mooncake's own reader, and its defaults, which differ from those of vLLM's file.
 _ENVIRONMENT = {
     "metadata_server": ("MOONCAKE_TE_META_DATA_SERVER", HANDSHAKE),
@@ -84,6 +86,20 @@ _ENVIRONMENT = {
 
 def _warn(text: str) -> None:
     warnings.warn(text, StoreConfigWarning, stacklevel=2)
+
+
+def _warn_of_misspelt(values: Mapping[str, Any]) -> None:
+    """A key that nobody reads would silently leave the default in place."""
+    import difflib  # `import kvmask` does not need it
+
+    known = StoreConfig.__dataclass_fields__.keys() | _ALIASES | _OTHER_NAMES
+    given = {_ALIASES.get(key, key) for key in values}
+    missing = [name for name in StoreConfig.__dataclass_fields__ if name not in given]
+    for key in values:
+        if not isinstance(key, str) or key in known:
+            continue
+        if like := difflib.get_close_matches(key.lower(), missing, n=1, cutoff=0.85):
+            _warn(f"{shown(key)} is not read: `{like[0]}` may be meant")
 
 
 def parse_size(value: object, name: str = "size") -> int:
@@ -245,6 +261,8 @@ class StoreConfig:
     def from_mapping(cls, values: Mapping[str, Any]) -> "StoreConfig":
         """Create settings from the parsed file. Unknown keys are ignored, as in vLLM.
 
+        A StoreConfigWarning names an unknown key that looks like a misspelt one.
+
         Two keys may have the names of Mooncake's own `setup`: `master_server_addr` and
         `rdma_devices`. The default of both sizes is 0 for protocol "rpc_only".
 
@@ -261,6 +279,7 @@ class StoreConfig:
         for alias, name in _ALIASES.items():
             if alias in values and name not in known:
                 known[name] = values[alias]
+        _warn_of_misspelt(values)
         protocol = known.get("protocol")
         if isinstance(protocol, str) and protocol.strip().lower() == "rpc_only":
             known = dict.fromkeys(_SIZES, 0) | known
