@@ -53,7 +53,7 @@ class CacheRequest:
             default all tokens that the request begins with.
         extra_keys: What goes into the hashes besides tokens (salt, adapter, media): one tuple or
             None per full hash block, or a function of (first block, number of blocks) that gives
-            them, for requests that grow. `kvmask.hashing.block_extra_keys` makes them.
+            them, for requests that grow. `kvmask.hashing.extra_keys.block_extra_keys` makes them.
 
     Raises:
         ArgumentError: Neither tokens nor digests are given, or both; digests are known to be of

@@ -508,7 +508,7 @@ def test_bound_ranks():
     [
         ([layout()], ArgumentError, "one entry per group, got 1 and 2"),
         ({"full": layout(), "x": layout()}, ArgumentError, r"got \['x'\]"),
-        ({"full": layout()}, ArgumentError, r"`layouts\['swa'\]` must be a KVLayout"),
+        ({"full": layout()}, ArgumentError, "hold a KVLayout for group 'swa', which has layers on"),
         ({"full": layout(), "swa": 5}, TypeError, "must be a KVLayout or several, got int"),
         ([layout(), [layout(), layout()]], ArgumentError, "got 2 and 1"),
         ([layout(), []], ArgumentError, "got 0 and 1"),

@@ -60,6 +60,18 @@ def test_links_commands_and_names(name):
     assert list(docs.mistakes(PAGES[name])) == []
 
 
+def test_names_in_docstrings_exist():
+    """The reference is made from them, and Sphinx does not resolve a name in backticks."""
+    sources = Path(kvmask.__file__).parent.rglob("*.py")
+    names = {
+        name
+        for source in sources
+        for name in re.findall(r"`(kvmask(?:\.\w+)+)`", source.read_text(encoding="utf-8"))
+    }
+    assert len(names) > 20
+    assert [name for name in sorted(names) if not docs.exists(name)] == []
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_examples_that_show_their_output(name):
     text = PAGES[name].read_text(encoding="utf-8")

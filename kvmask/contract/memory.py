@@ -181,6 +181,11 @@ def layout_rows(
                     f"{list(group.ranks.stages)}"
                 )
             rows.append([])
+        elif isinstance(layouts, Mapping) and name not in layouts:
+            raise ArgumentError(
+                f"`layouts` must hold a KVLayout for group {name!r}, which has layers on stage "
+                f"{ranks.pp_rank}, got {sorted(layouts)}"
+            )
         elif value is None:
             raise ArgumentError(
                 f"`{shown}` must be a KVLayout on a stage with layers of the group, got None on "
