@@ -300,6 +300,7 @@ def test_files_that_are_no_configs(tmp_path, capsys, text, message):
         ("--config nowhere", "`--config` must name a readable config.json, got 'nowhere': No such"),
         ("--full 16 --block-size 16", "`--block-size` is for `--config`"),
         ("--full 16 --kv-bytes 2", "`--kv-bytes` is for `--config`"),
+        ("--full 16 --prompt 32", "`--prompt` is for `--retention`, got 32 without it"),
         ("", "`explain` needs `--config` or at least one of --full"),
         (
             "--full 16 --svg /nowhere/x.svg",

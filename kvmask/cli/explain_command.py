@@ -50,6 +50,8 @@ def run_explain(args: argparse.Namespace) -> int:
     if model is None and not args.groups:
         options = ", ".join(f"--{option}" for option in GROUPS)
         raise ArgumentError(f"`explain` needs `--config` or at least one of {options}")
+    if args.prompt is not None and args.retention is None:
+        raise ArgumentError(f"`--prompt` is for `--retention`, got {args.prompt} without it")
     if model is None:
         groups = make_groups(args.groups, args.eagle)
     else:
@@ -129,11 +131,12 @@ def add_explain_command(commands: Any) -> None:
         "--retention",
         type=natural,
         metavar="TOKENS",
-        help="how dense window tails are stored; default: at every boundary",
+        help="store one window tail per so many tokens, and those where a prompt can be replayed; "
+        "0: those alone; default: one at every boundary",
     )
     parser.add_argument("--start", type=natural, default=0, help="first token of the store masks")
     parser.add_argument(
-        "--prompt", type=positive, help="tokens of the prompt, for sparse retention"
+        "--prompt", type=positive, help="tokens of the prompt, with --retention; default: --tokens"
     )
     parser.add_argument(
         "--width",
