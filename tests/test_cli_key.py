@@ -125,7 +125,7 @@ def test_warnings_are_shown_once(tokens, capsys):
         ),
         (
             ["--tokens", "TOKENS", "--model", "m", "--release", "0.28"],
-            "random unless PYTHONHASHSEED",
+            "random where PYTHONHASHSEED is not set",
         ),
         (
             [f"a@b@m@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@{HEX}", "--engine", "vllm"],
@@ -182,3 +182,18 @@ def test_deep_nesting(tmp_path, capsys):
     path.write_text("[" * 100_000)
     assert main(["key", "--model", "m", "--tokens", str(path)]) == 1
     assert "`--tokens` must hold integers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["key", "--tokens", "1,2", "--block-size", "1", "--algorithm", "xxhash"],
+        ["key", "--tokens", "1,2", "--block-size", "1", "--release", "0.28"],
+        ["why", "--tokens", "1,2", "--full", "16", "--algorithm", "xxhash"],
+        ["why", "--tokens", "1,2", "--full", "16", "--release", "0.28"],
+    ],
+)
+def test_a_start_that_is_random_asks_for_the_option(capsys, monkeypatch, words):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert main([*words, "--model", "m"]) == 1
+    assert "kvmask: `--seed` must be given for " in capsys.readouterr().err

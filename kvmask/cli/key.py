@@ -18,7 +18,7 @@ from kvmask._core import BlockHashes, shown
 from kvmask.cli.commands import add_command
 from kvmask.cli.files import unusable
 from kvmask.cli.numbers import natural, plain_integer, positive
-from kvmask.errors import ArgumentError, KeyFormatError, KeyFormatWarning
+from kvmask.errors import ArgumentError, HashInputError, KeyFormatError, KeyFormatWarning
 from kvmask.hashing.chain import ALGORITHMS, hash_tokens, start_hash
 from kvmask.hashing.extra_keys import block_extra_keys
 from kvmask.keys import (
@@ -182,12 +182,25 @@ def make_hashes(args: argparse.Namespace, tokens: list[int]) -> tuple[BlockHashe
             cache_salt=args.salt,
             release=release,
         )
-    start = start_hash(algorithm, args.seed, release)
+    start = start_of(algorithm, args.seed, release)
     return (
         hash_tokens(tokens, size, algorithm, parent=start, extra_keys=extras),
         size,
         block // size,
     )
+
+
+def start_of(algorithm: str, seed: str | None, release: str) -> bytes:
+    """`start_hash` for a command, whose user has an option and no arguments."""
+    try:
+        return start_hash(algorithm, seed, release)
+    except HashInputError:
+        if seed is not None:
+            raise
+        raise ArgumentError(
+            f"`--seed` must be given for {algorithm} of vLLM {release}, whose start is random "
+            "where PYTHONHASHSEED is not set, got none"
+        ) from None
 
 
 def parts(schema: KeySchema) -> Iterator[tuple[str, Any]]:

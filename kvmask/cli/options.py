@@ -9,11 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from kvmask.cli.files import unusable
-from kvmask.cli.key import ENGINES, make_schema
+from kvmask.cli.key import ENGINES, make_schema, start_of
 from kvmask.cli.numbers import natural, number, positive
 from kvmask.contract import Contract
 from kvmask.errors import ArgumentError, KVMaskError
 from kvmask.groups import ChunkedLocal, FullAttention, Group, Mamba, SlidingWindow
+from kvmask.hashing.chain import ALGORITHMS
 from kvmask.hashing.settings import Hashing
 from kvmask.ranks import RankGrid
 
@@ -200,6 +201,8 @@ def contract_of(args: argparse.Namespace) -> Contract:
             f"got {args.engine!r}"
         )
     release = args.release if args.engine == "vllm" and args.release else "0.32"
+    if args.algorithm in ALGORITHMS or args.algorithm is None:
+        start_of(args.algorithm or "sha256", args.seed, release)
     return Contract(
         groups,
         args.hash_block or common_block(groups),
