@@ -464,7 +464,7 @@ def layouts(n, shape=(6, 64)):
     [
         (lambda c: c.bind(layouts(1)), "got 1 and 2"),
         (lambda c: c.bind(layouts(3)), "got 3 and 2"),
-        (lambda c: c.bind({"full": layouts(1)[0]}), r"layouts\['swa'\]"),
+        (lambda c: c.bind({"full": layouts(1)[0]}), "for group 'swa'"),
         (lambda c: c.bind({"odd": layouts(1)[0]}), "'odd'"),
         (lambda c: c.bind([layouts(2), layouts(1)[0]]), r"layouts\['full'\]"),
         (
