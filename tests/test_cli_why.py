@@ -459,3 +459,12 @@ def test_the_command_as_users_run_it(files):
         f"kvmask: `--config` or `--master` must be given when ${mooncake.CONFIG_ENV} and "
         "$MOONCAKE_MASTER are not set, got neither\n"
     )
+
+
+def test_a_prompt_that_fills_no_block_has_no_picture(asked, capsys):
+    words = ["why", "--full", "64", "--model", "m", "--seed", "s", "--master", "h:1"]
+    assert main([*words, "--tokens", "1,2,3"]) == 0
+    assert capsys.readouterr().out == (
+        "No hit for 3 tokens: hits are multiples of 64 tokens, and the last token is always "
+        "computed, so a prompt needs at least 65 tokens.\n"
+    )

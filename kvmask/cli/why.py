@@ -115,6 +115,8 @@ def draw(found: Diagnosis, width: int, paint: Paint) -> str:
         lines.append(f"With every key there it would be {found.longest}: {fixed}.")
         others = tuple(r for r in others if r.kind in ("missing", "boundary"))
     lines += [f"Also: {reason.text}." for reason in others]
+    if not any(len(view.needed) for view in found.groups):
+        return "\n".join(lines)  # no block is whole, so nothing was asked, and there is no picture
     lines += ["", "# all blocks of a cell, + some, . none"]
     for view in found.groups:
         lines += ["", *draw_group(view, width, paint)]
@@ -205,7 +207,8 @@ def run_why(args: argparse.Namespace) -> int:
     if near is not None:
         print()
         print(draw_near(near, left, found.length, paint))
-    print(NOTE)
+    if found.present_keys or any(item.present for item in near or ()):
+        print(NOTE)
     return 0
 
 
