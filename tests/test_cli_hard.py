@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -232,10 +233,13 @@ def test_a_signal_ends_a_command_without_a_traceback(signum, code):
     # A caller that ignores the signal, as `nohup` does, would hand that down.
     before = signal.signal(signum, signal.SIG_DFL)
     try:
-        process = command("bench --tokens 8192 --repeat 1000000", wait=False)
+        # Empty is as if it were not set: the header must not wait in a buffer for the rows.
+        words = "bench --tokens 8192 --repeat 1000000"
+        process = command(words, wait=False, PYTHONUNBUFFERED="")
     finally:
         signal.signal(signum, before)
     try:
+        assert select.select([process.stdout], [], [], 30)[0], "no line in 30 s"
         assert process.stdout.readline().startswith(b"shape")  # it runs
         process.send_signal(signum)
         _, err = process.communicate(timeout=60)

@@ -59,7 +59,8 @@ def run_bench(args: argparse.Namespace) -> int:
                 raise ArgumentError(
                     f"`--tokens` must be at least {least} for {shape!r}, got {tokens}"
                 )
-    print(f"{'shape':12} {'tokens':>8}  {'step':24} {'us':>10} {'items':>8} {'ns each':>8}")
+    header = f"{'shape':12} {'tokens':>8}  {'step':24} {'us':>10} {'items':>8} {'ns each':>8}"
+    print(header, flush=True)
     for shape in shapes:
         for tokens in args.tokens:
             with Progress("bench") as progress:
