@@ -106,6 +106,15 @@ def test_wheels_are_built_for_the_versions_that_the_metadata_name():
     assert set(config["test-groups"]) <= PROJECT["dependency-groups"].keys()
 
 
+def test_wheels_are_built_by_the_cibuildwheel_that_read_the_configuration():
+    workflow = ROOT / ".github" / "workflows" / "wheels.yml"
+    if not workflow.exists():
+        pytest.skip("the archive has no workflows")
+    (used,) = re.findall(r"cibuildwheel@v(\S+)", workflow.read_text(encoding="utf-8"))
+    pinned = (ROOT / "requirements-dev.txt").read_text(encoding="utf-8").splitlines()
+    assert f"cibuildwheel=={used}" in pinned
+
+
 def test_cibuildwheel_takes_its_configuration():
     """It checks the names and values of all options before it says what it would build."""
     pytest.importorskip("cibuildwheel")
