@@ -131,7 +131,7 @@ PYTHONS ?= python3
 
 .PHONY: test-wheel
 test-wheel: ## a wheel for each of PYTHONS, tested by the configured command: make test-wheel PYTHONS="python3.13 python3.14"
-	python3 scripts/wheel_test.py $(PYTHONS)
+	python3 scripts/wheel_test.py $(ARGS) $(PYTHONS)
 
 .PHONY: test-faults
 test-faults: setup-dev ## random rounds of faults against a real store, every byte compared
