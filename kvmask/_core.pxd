@@ -358,6 +358,32 @@ cdef class Regions:
     cdef list size_row  # the regions' sizes, shared by all rows of sizes
 
 
+cdef class PlanGroup:
+    cdef readonly object group
+    cdef readonly list num_bytes
+    cdef object all_bytes  # of a block, over all shards
+    cdef tuple layouts
+    cdef Py_ssize_t index
+    cdef int64_t size  # tokens per block
+    cdef int64_t unit  # tokens per digest
+    cdef int64_t writers
+    cdef int64_t turn
+    cdef bint full
+    cdef bint state
+    cdef tuple own
+
+
+cdef class PlanPart:
+    cdef PlanGroup of
+    cdef readonly Bitset planned
+    cdef readonly int64_t start
+    cdef readonly int64_t first_key
+    cdef list ids  # of the blocks, the tail's last
+    cdef int64_t boundary  # of the tail, in tokens; 0 without one
+    cdef int64_t last  # the tail's block
+    cdef list indices  # of the blocks, once asked for
+
+
 cdef class BlockRows:
     cdef readonly object block_bytes
     cdef object regions

@@ -5,6 +5,7 @@ from typing_extensions import Buffer, disjoint_base
 
 from kvmask.errors import ArgumentError
 from kvmask.hashing.origin import DigestOrigin
+from kvmask.plans.scheme import GroupScheme
 
 MAX_BITS: Final[int]
 GIL_MIN_BITS: Final[int]
@@ -206,15 +207,57 @@ class HitEnds:
     ) -> list[int]: ...
     def clear(self) -> None: ...
 
-def plan_blocks(
-    mask: Bitset | Sequence[bool] | None,
-    n_blocks: int,
-    start: int,
-    block_ids: Sequence[int],
-    step: int = 1,
-    phase: int = 0,
-    null_block: int | None = None,
-) -> tuple[Bitset, list[int]]: ...
+@disjoint_base
+class PlanGroup:
+    group: Final[GroupScheme]
+    num_bytes: Final[list[int]]
+    def __new__(cls, group: GroupScheme, hash_block_size: int) -> Self: ...
+
+@disjoint_base
+class PlanPart:
+    planned: Final[Bitset | None]
+    start: Final[int]
+    first_key: Final[int]
+    @property
+    def group(self) -> GroupScheme: ...
+    @property
+    def tail(self) -> int | None: ...
+    @property
+    def block_ids(self) -> list[int]: ...
+    @property
+    def shards(self) -> int: ...
+    @property
+    def num_bytes(self) -> list[int]: ...
+    @property
+    def blocks(self) -> list[int]: ...
+
+def plan_load(
+    groups: tuple[PlanGroup, ...],
+    hashes: BlockHashes,
+    masks: Sequence[Bitset | Sequence[bool]],
+    tail_tokens: Sequence[int],
+    length: int,
+    starts: Sequence[int] | None,
+    tables: list[list[int]],
+    null_block: int | None,
+    partial_hits: bool,
+) -> tuple[list[str], list[PlanPart]]: ...
+def plan_save(
+    groups: tuple[PlanGroup, ...],
+    hashes: BlockHashes,
+    masks: Sequence[Bitset | Sequence[bool] | None] | None,
+    starts: Sequence[int] | None,
+    tables: list[list[int]],
+    num_tokens: int,
+    start_token: int,
+    null_block: int | None,
+    tails: bool,
+    exact: bool,
+    handed: Sequence[tuple[PlanGroup, int, int, int]],
+) -> tuple[list[str], list[PlanPart], int]: ...
+def describe_parts(
+    parts: list[PlanPart],
+) -> tuple[list[list[int]], list[list[int]], int, list[tuple[list[int], int]]]: ...
 def pick_missing(
     keys: list[str], answers: list[int], start: int, stop: int
 ) -> tuple[list[str], list[int] | None]: ...
@@ -225,6 +268,7 @@ def present_bits(
     scale: int,
     n: int,
 ) -> Bitset: ...
+def same_attributes(seen: list[tuple[Any, str, Any]]) -> bool: ...
 
 MALFORMED_ANSWER: int
 
@@ -233,7 +277,6 @@ def held_blocks(kind: str, block_size: int, span: int, item: int | Bitset, n: in
 def all_answered(answers: Any, n: int, value: int) -> bool: ...
 def all_as_planned(answers: Any, planned: list[int]) -> bool: ...
 def digests_differ(hashes: BlockHashes, planned: Bitset, start: int, scale: int) -> bool: ...
-def first_repeated(ids: list[int]) -> int: ...
 def row_pieces(rows: list[list[int]], slice_bytes: int) -> list[int]: ...
 def cut_calls(
     needs: list[int], usable: float, whole: float, pieces: list[int], max_pieces: float

@@ -23,7 +23,7 @@ from cpython.bytes cimport (
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE, PyList_New, PyList_SET_ITEM
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 from cpython.memoryview cimport PyMemoryView_FromMemory
-from cpython.object cimport Py_EQ, Py_NE
+from cpython.object cimport Py_EQ, Py_NE, PyObject_RichCompareBool
 from cpython.ref cimport Py_INCREF
 from cpython.set cimport PySet_Contains
 from libc.stdlib cimport calloc, free, malloc
@@ -54,6 +54,7 @@ include "binding/layout.pxi"
 include "binding/answers.pxi"
 include "binding/lookup.pxi"
 include "binding/blocks.pxi"
+include "binding/plans.pxi"
 include "binding/vllm.pxi"
 include "binding/hints.pxi"
 include "binding/ends.pxi"

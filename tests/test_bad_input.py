@@ -41,7 +41,7 @@ from kvmask._core import (
     Regions,
     build_keys,
     held_blocks,
-    plan_blocks,
+    plan_save,
     present_bits,
 )
 from kvmask.errors import (
@@ -93,6 +93,12 @@ def look(**change):
 
 def ask(**change):
     return CONTRACT.request(**{"hashes": HASHES, **change})
+
+
+def planned(table):
+    return plan_save(
+        BOUND.scheme.loaded[:1], HASHES, [None], None, [table], 64, 0, 0, False, True, ()
+    )
 
 
 TEXTS = [
@@ -261,7 +267,7 @@ TEXTS = [
      "bitsets must have equal lengths, got 1 and 2"),
     (lambda: Bitset([2]), ArgumentError,
      "`bools` must hold only True and False, got 2 at index 0"),
-    (lambda: plan_blocks(None, 1, 0, ["7"]), BlockIdError,
+    (lambda: planned(["7"]), BlockIdError,
      "`block_ids` must hold integers, got str at index 0"),
 ]  # fmt: skip
 
@@ -537,7 +543,16 @@ def test_ids_whose_own_code_misbehaves():
 
     table[0] = Evil()
     with pytest.raises(BlockIdError, match="must not shrink"):
-        plan_blocks(None, 4, 0, table, 1, 0, 0)
+        planned(table)
+
+    class Grows:
+        def __index__(self):
+            grown.extend(range(1, 100_000))
+            return 3
+
+    grown = [Grows(), 2]
+    keys, parts, _ = planned(grown)
+    assert (len(keys), parts[0].block_ids) == (2, [3, 2])
 
     class Broken:
         def __index__(self):

@@ -26,6 +26,7 @@ import ctypes
 import pickle
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import _testcapi
 from kvmask import Bitset, BlockHashes, _core
@@ -55,6 +56,13 @@ def make_core(partial=False):
 core = make_core()
 present = [[True] * 12, [True] * 24, [True] * 24, []]
 regions = Regions([(4096, 64, 128), (1 << 20, 32, 32)], 1 << 30)
+place = SimpleNamespace(block_bytes=96, addresses=regions.addresses)
+plan_groups = tuple(
+    _core.PlanGroup(
+        SimpleNamespace(index=i, name=str(i), kind="full", block_size=size, writers=2 - i,
+                        turn=1 - i, own=builders[: i + 1], layouts=[place] * (i + 1)), 8)
+    for i, size in enumerate((8, 16))
+)
 unit = {"block_size": 4, "seed": "s"}
 tokens = list(range(300, 340))
 extras = [("s",), None] * 5
@@ -97,6 +105,12 @@ def grown():
     for part in (tokens[:3], tokens[3:17], tokens[17:]):
         hasher.extend(part)
     return hasher.hashes
+
+
+def planned(plan, *args):
+    keys, parts, *mark = plan(plan_groups, flat, *args)
+    told = [(p.planned, p.start, p.tail, p.block_ids, p.first_key, p.blocks) for p in parts]
+    return keys, told, _core.describe_parts(parts), mark
 
 
 def kept_rows():
@@ -146,12 +160,24 @@ CASES = {
     "lookup, held": lambda: drive(new_lookup(held=[32, 32, Bitset.ones(2), 0])),
     "lookup of nothing": lambda: LookupCore(core, [builders] * 4, flat, 0).result(),
     "held blocks": lambda: _core.held_blocks("window", 16, 33, 64, 6),
-    "blocks": lambda: _core.plan_blocks(sparse, 20, 0, list(range(900, 920)), 2, 1, 907),
+    "plan of a save": lambda: planned(
+        _core.plan_save, [sparse[:19], None], None,
+        [list(range(900, 921)), [907, *range(1000, 1010)]], 168, 16, 907, True, True,
+        [(plan_groups[1], 3, 1000, 32)]),
+    "plan of a load": lambda: planned(
+        _core.plan_load, [sparse[:20], [True] * 5], [0, 72], 160, [1, 0],
+        [list(range(900, 920)), list(range(1300, 1305))], 907, True),
+    "plan refused": refused(
+        _core.plan_load, plan_groups, flat, [sparse[:20], [True]], [0, 0], 160, None, [[], []],
+        None, True),
     "missing keys": lambda: _core.pick_missing(["a", "b", "c", "d"], [1, 0, 1, -1], 0, 4),
     "answers": lambda: (_core.all_answered([1] * 9, 9, 1), _core.all_as_planned([999], [999])),
     "answers read": lambda: _core.read_answers([1, 0, 999], 3),
     "answers of a tuple": lambda: _core.read_answers((1, 0, 999), 3),
-    "repeated ids": lambda: _core.first_repeated([1000, 2000, 1000]),
+    "repeated ids": refused(
+        _core.plan_load, plan_groups, flat, [[True] * 3, []], [0, 0], 24, None,
+        [[1000, 2000, 1000], []], None, True),
+    "attributes": lambda: _core.same_attributes([(sparse, "count", sparse.count)]),
     "repeated digests": lambda: _core.digests_differ(
         _core.BlockHashes.from_list([b"a" * 32, b"b" * 32]), _core.Bitset.ones(2), 0, 1
     ),
@@ -299,7 +325,7 @@ def run_child(words: str) -> subprocess.CompletedProcess:
         "a|masks",
         "lookup|held",
         "on",
-        "blocks|missing|answers|repeated|pieces|regions|addresses|rows|hints|present|copies",
+        "plan|attributes|missing|answers|repeated|pieces|regions|addresses|rows|hints|present|copies",
         "token|tokens|one|split|chain|hash_tokens",
     ],
 )

@@ -1,66 +1,4 @@
-# Which blocks of a block table a save or load touches, and the store's answers about them.
-
-
-def plan_blocks(mask, n_blocks, start, block_ids, step=1, phase=0, null_block=None):
-    """Blocks from ``start`` on that have a mask bit, an entry of the block table and a turn.
-
-    Args:
-        mask: Bitset over the blocks from start on; None means all.
-        n_blocks: Exclusive end of the blocks.
-        start: First block.
-        block_ids: The group's block table, a list of int.
-        step: Blocks ``i`` with ``i % step == phase`` are this rank's.
-        phase: See step.
-        null_block: Table entries with this id hold no data; None when there are none.
-
-    Returns:
-        (Bitset over the blocks from start on, their block ids as a list).
-
-    Raises:
-        BlockIdError: An entry that is looked at is no integer.
-    """
-    cdef int64_t begin = as_int64(start, "start", 0, c_max_bits)
-    cdef int64_t end = as_int64(n_blocks, "n_blocks", 0, c_max_bits)
-    cdef int64_t turns = as_int64(step, "step", 1, c_max_bits)
-    cdef int64_t turn = as_int64(phase, "phase", 0, turns - 1)
-    cdef int64_t null = -1
-    cdef int64_t i, n, block
-    cdef long long value
-    cdef int overflow = 0
-    cdef list table = block_ids if type(block_ids) is list else list(block_ids)
-    cdef list ids = []
-    cdef Bitset bits = None, planned
-    if null_block is not None:
-        null = as_int64(null_block, "null_block", 0, c_max_bits)
-    if end > len(table):
-        end = len(table)
-    n = end - begin if end > begin else 0
-    if mask is not None:
-        bits = Bitset.from_bools(mask)
-        if bits.n < n:
-            n = bits.n
-    planned = new_bitset(n)
-    i = -1
-    while True:
-        i = i + 1 if bits is None else km_next(bits.words, i + 1, n, True)
-        if i >= n:
-            break
-        block = begin + i
-        if turns > 1 and block % turns != turn:
-            continue
-        if block >= PyList_GET_SIZE(table):  # an entry's own code can shorten it
-            raise BlockIdError(f"`block_ids` must not shrink while it is read, got {len(table)}")
-        entry = table[block]
-        if not PyLong_CheckExact(entry):
-            entry = _id_int(entry, block)
-        if null >= 0:
-            # Ids that do not fit are no null blocks; the layout refuses them.
-            value = PyLong_AsLongLongAndOverflow(entry, &overflow)
-            if not overflow and value == null:
-                continue
-        km_set(planned.words, i)
-        ids.append(entry)
-    return planned, ids
+# The store's answers about blocks, digests and ids that stand twice, and the cutting of calls.
 
 
 def pick_missing(list keys not None, list answers not None, start, stop):
@@ -196,7 +134,7 @@ def digests_differ(BlockHashes hashes not None, Bitset planned not None, start, 
         free(slots)
 
 
-def first_repeated(list ids not None):
+cdef Py_ssize_t first_repeated(list ids) except -2:
     """Position of the first block id that stands at an earlier position too, or -1.
 
     Args:

@@ -1,4 +1,5 @@
-# What only the vLLM adapter asks of the core: digests in a set, and address rows that are kept.
+# What only the vLLM adapter asks of the core: digests in a set, address rows that are kept, and
+# whether vLLM's objects are what they were.
 
 
 def present_bits(hashes, exists, group, scale, n):
@@ -99,3 +100,20 @@ cdef class BlockRows:
             if self.kept[block] is None:
                 self.kept[block] = made[i]
                 self.room -= 1
+
+
+def same_attributes(list seen not None):
+    """Whether attributes have the values that were seen.
+
+    Args:
+        seen: Tuples of object, name of the attribute and value. A value that is the same object is
+            not compared: of a list that may change in place, give a copy.
+    """
+    cdef tuple item
+    for item in seen:
+        try:
+            if not PyObject_RichCompareBool(getattr(item[0], item[1]), item[2], Py_EQ):
+                return False
+        except (AttributeError, ValueError):  # arrays are compared one by one
+            return False
+    return True

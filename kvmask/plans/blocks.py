@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from kvmask._core import (
-    Bitset,
-    BlockHashes,
-    build_keys,
-    read_answers,
-)
+from kvmask._core import BlockHashes, PlanPart, describe_parts, read_answers
 from kvmask.errors import ArgumentError, PlanStateError
 from kvmask.plans.breaker import Breaker, no_answer
 from kvmask.plans.calls import WAIT, Call, Guard, check_event, is_wrong_call, new_call
 from kvmask.plans.policy import CALL_FAILED, NOT_TRIED, OVERSIZE, StorePolicy
 from kvmask.plans.results import BlockFailure, describe
-from kvmask.plans.scheme import GroupScheme, scheme_of
+from kvmask.plans.scheme import scheme_of
 from kvmask.plans.tools import PlanTools, tools_or_default
 
 Rows = list[list[int]]
@@ -29,31 +23,6 @@ def _check_guard(guard: Guard | None, sealed: bool) -> None:
             "a sealed contract, and no other, needs tools that seal (`KVTransfer.tools`), "
             f"got sealed={sealed} and guard {guard!r}"
         )
-
-
-@dataclass(slots=True)
-class Entries:
-    """The keys of one group: block-major, the shards of one block together."""
-
-    group: GroupScheme
-    planned: Bitset | None
-    start: int
-    tail: int | None
-    block_ids: list[int]
-    shards: int
-    first_key: int
-    _blocks: list[int] | None = None
-
-    @property
-    def blocks(self) -> list[int]:
-        """Index of each entry's block in its group. Made when first asked for: only failures and
-        events need it."""
-        if self._blocks is None:
-            found = [] if self.planned is None else self.planned.indices()
-            self._blocks = [self.start + i for i in found] if self.start else found
-            if self.tail is not None:
-                self._blocks.append(self.tail)
-        return self._blocks
 
 
 class BlockPlan:
@@ -68,7 +37,6 @@ class BlockPlan:
         "_call_bytes",
         "_calls",
         "_each_bytes",
-        "_entries",
         "_event",
         "_failed",
         "_failures",
@@ -78,6 +46,7 @@ class BlockPlan:
         "_moved",
         "_num_bytes",
         "_outage",
+        "_parts",
         "_policy",
         "_positions",
         "_present",
@@ -112,7 +81,7 @@ class BlockPlan:
         self._event = event
         self._unit = self._scheme.coord.hash_block_size
         self.keys: list[str] = []
-        self._entries: list[Entries] = []
+        self._parts: list[PlanPart] = []
         self._failures: list[BlockFailure] = []
         self._failed: set[int] = set()  # their positions among all keys
         self._reported = 0  # failures that `feed` has returned
@@ -136,62 +105,16 @@ class BlockPlan:
         self._outage: BaseException | None = None  # why the store is not asked any more
         self._told: int | None = None  # failures before the outage; those after it say nothing new
 
-    def _add(
-        self,
-        group: GroupScheme,
-        planned: Bitset | None,
-        start: int,
-        block_ids: list[int],
-        tail: tuple[int, int, int] | None = None,
-    ) -> None:
-        """Add the planned blocks (from block ``start`` on) and, named by the digest of its own
-        token boundary, a last block: (block, id, boundary)."""
-        unit, own, first_key = self._unit, group.own, len(self.keys)
-        keys: list[str] = []
-        if planned is not None:
-            keys = build_keys(own, self._hashes, planned, start, group.block_size // unit)
-        last = None
-        if tail is not None:
-            last, block_id, boundary = tail
-            keys += build_keys(own, [self._hashes[boundary // unit - 1]])
-            block_ids = [*block_ids, block_id]
-        if first_key:
-            self.keys += keys
-        else:
-            self.keys = keys
-        self._entries.append(Entries(group, planned, start, last, block_ids, len(own), first_key))
-
-    def _descriptors(self, entries: Entries, ordinals: list[int] | None) -> tuple[Rows, Rows]:
-        """Addresses and sizes of the keys at these positions of a group (None: of all), and their
-        bytes behind those of the groups before."""
-        layouts = entries.group.layouts
-        ids = entries.block_ids
-        if entries.shards == 1:
-            if ordinals is not None:
-                ids = [ids[i] for i in ordinals]
-            layout, n = layouts[0], len(ids)
-            each = layout.block_bytes
-            self._total_bytes += each * n
-            self._runs.append(([each], n))
-            return layout.addresses(ids)
-        shards = entries.shards
-        every = [layout.block_bytes for layout in layouts]
-        if ordinals is None:
-            self._total_bytes += sum(every) * len(ids)
-            self._runs.append((every, len(ids)))
-        else:
-            part = [every[i % shards] for i in ordinals]
-            self._total_bytes += sum(part)
-            self._runs.append((part, 1))
-        if ordinals is None:
-            addresses: Rows = [[]] * (len(ids) * shards)
-            sizes: Rows = [[]] * (len(ids) * shards)
-            for shard, layout in enumerate(layouts):
-                addresses[shard::shards], sizes[shard::shards] = layout.addresses(ids)
-            return addresses, sizes
-        addresses = [[]] * len(ordinals)
-        sizes = [[]] * len(ordinals)
-        for shard, layout in enumerate(layouts):
+    def _some_descriptors(self, part: PlanPart, ordinals: list[int]) -> tuple[Rows, Rows]:
+        """Addresses and sizes of the keys at these positions of a part. Their bytes are noted
+        behind those of the parts before."""
+        ids, shards, every = part.block_ids, part.shards, part.num_bytes
+        each = [every[i % shards] for i in ordinals]
+        self._total_bytes += sum(each)
+        self._runs.append((each, 1))
+        addresses: Rows = [[]] * len(ordinals)
+        sizes: Rows = [[]] * len(ordinals)
+        for shard, layout in enumerate(part.group.layouts):
             mine = [p for p, i in enumerate(ordinals) if i % shards == shard]
             rows, pieces = layout.addresses([ids[ordinals[p] // shards] for p in mine])
             for p, row, piece in zip(mine, rows, pieces, strict=True):
@@ -201,14 +124,7 @@ class BlockPlan:
 
     def _all_descriptors(self) -> tuple[Rows, Rows]:
         """Addresses and sizes of all keys."""
-        if len(self._entries) == 1:
-            return self._descriptors(self._entries[0], None)
-        addresses: Rows = []
-        sizes: Rows = []
-        for entries in self._entries:
-            rows, pieces = self._descriptors(entries, None)
-            addresses += rows
-            sizes += pieces
+        addresses, sizes, self._total_bytes, self._runs = describe_parts(self._parts)
         return addresses, sizes
 
     def _bytes(self) -> list[int]:
@@ -225,8 +141,8 @@ class BlockPlan:
         """Begin the descriptors anew."""
         self._runs, self._each_bytes, self._total_bytes = [], None, 0
 
-    def entry_of(self, position: int) -> tuple[Entries, int]:
-        """The group's keys that hold the key at a position of all keys, and its index there.
+    def part_of(self, position: int) -> tuple[PlanPart, int]:
+        """The part that holds the key at a position of all keys, and its block's index there.
 
         Args:
             position: Index among all keys of the plan.
@@ -234,9 +150,9 @@ class BlockPlan:
         Raises:
             PlanStateError: There is no such key.
         """
-        for entries in reversed(self._entries):
-            if position >= entries.first_key:
-                return entries, (position - entries.first_key) // entries.shards
+        for part in reversed(self._parts):
+            if position >= part.first_key:
+                return part, (position - part.first_key) // part.shards
         raise PlanStateError(f"no key at position {position} of {len(self.keys)}")
 
     def position(self, i: int) -> int:
@@ -258,8 +174,8 @@ class BlockPlan:
             cause: What the call raised, or why none was made.
             unsettled: Its transfer may still go on.
         """
-        entries, i = self.entry_of(position)
-        group = entries.group
+        part, i = self.part_of(position)
+        group = part.group
         if unsettled and self._guard is not None:
             unsettled = not self._guard.isolates
         self._failed.add(position)
@@ -267,8 +183,8 @@ class BlockPlan:
             BlockFailure(
                 group.index,
                 group.name,
-                entries.blocks[i],
-                entries.block_ids[i],
+                part.blocks[i],
+                part.block_ids[i],
                 self.keys[position],
                 int(code),
                 cause,

@@ -10,11 +10,10 @@ from kvmask._core import (
     BlockHashes,
     all_as_planned,
     check_integer,
-    first_repeated,
-    plan_blocks,
+    plan_load,
 )
 from kvmask.coordinator import Hit
-from kvmask.errors import AlignmentError, ArgumentError, BlockIdError
+from kvmask.errors import AlignmentError, ArgumentError
 from kvmask.plans.blocks import BlockPlan
 from kvmask.plans.calls import EXISTS, GET, WAIT, Call, new_call
 from kvmask.plans.held import Held, held_of
@@ -84,9 +83,18 @@ class LoadPlan(BlockPlan):
             for group in scheme.groups:
                 if group.cacheable and len(hit.masks[group.index]):
                     self._check_held(group, asked)
-        for group in scheme.moved:
-            if len(hit.masks[group.index]):
-                self._plan_group(group, rows[group.index])
+        masks, starts = (hit.masks, None) if self._held is None else self._not_held(self._held)
+        self.keys, self._parts = plan_load(
+            scheme.loaded,
+            self._hashes,
+            masks,
+            hit.tail_tokens,
+            hit.length,
+            starts,
+            rows,
+            self._tools.null_block,
+            coord.partial_hits,
+        )
         self._retried: set[int] = set()
         self._renewing = False
         self._describe()
@@ -103,51 +111,18 @@ class LoadPlan(BlockPlan):
                 f"got block {lost.indices()[0]} of group {group.name!r} held at the lookup only"
             )
 
-    def _plan_group(self, group: GroupScheme, table: list[int]) -> None:
-        g, size, null = group.index, group.block_size, self._tools.null_block
-        hit = self._hit
-        mask = hit.masks[g]
-        if type(mask) is not Bitset:
-            mask = Bitset.from_bools(mask)
-        blocks, start, wanted = len(mask), 0, mask
-        if self._held is not None:
-            item = self._held.groups[g]
-            if group.kind == "full" and isinstance(item, int):
-                start = min(item // size, blocks)
-                wanted = mask[start:] if start else mask
+    def _not_held(self, held: Held) -> tuple[list[Any], list[int]]:
+        """Per group which blocks of the hit the engine lacks, and the first block to look at."""
+        masks = list(self._hit.masks)
+        starts = [0] * len(masks)
+        for item in self._scheme.loaded:
+            group = item.group
+            g, blocks, own = group.index, len(masks[group.index]), held.groups[group.index]
+            if group.kind == "full" and isinstance(own, int):
+                starts[g] = min(own // group.block_size, blocks)
             else:
-                wanted = mask & ~self._held.blocks(group, blocks)
-        planned, ids = plan_blocks(wanted, blocks, start, table, 1, 0, null)
-        if len(ids) != wanted.count():
-            lost = next(start + i for i in wanted.indices() if i >= len(planned) or not planned[i])
-            got = table[lost] if lost < len(table) else f"{len(table)} entries"
-            empty = lost < len(table) and got == null
-            hint = f": {null} is the null block, unless `null_block` is another" if empty else ""
-            raise BlockIdError(
-                "`tables` must name a block for every block of the hit, "
-                f"got {got} for block {lost} of group {group.name!r}{hint}"
-            )
-        if not ids:
-            return
-        if first_repeated(ids) >= 0:
-            raise BlockIdError(
-                f"`tables` must name every block once, got a block of group {group.name!r} twice"
-            )
-        tail = None
-        last = blocks - 1
-        boundary = hit.tail_tokens[g] or hit.length
-        if boundary != blocks * size and wanted[last - start]:
-            coord = self._scheme.coord
-            inside = last * size < boundary < blocks * size
-            if not coord.partial_hits or not inside or boundary % coord.hash_block_size:
-                raise ArgumentError(
-                    "`hit.tail_tokens` must be a boundary of the last block, "
-                    f"got {boundary} for block {last} of group {group.name!r}"
-                )
-            planned = planned[: len(planned) - 1]
-            tail = (last, ids[-1], boundary)
-            ids = ids[:-1]
-        self._add(group, planned, start, ids, tail)
+                masks[g] = Bitset.from_bools(masks[g]) & ~held.blocks(group, blocks)
+        return masks, starts
 
     def _describe(self) -> None:
         addresses, sizes = self._all_descriptors()

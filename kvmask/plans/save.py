@@ -9,23 +9,24 @@ from kvmask._core import (
     MAX_TOKENS,
     Bitset,
     BlockHashes,
+    PlanGroup,
+    PlanPart,
     all_answered,
     build_keys,
     check_integer,
     digests_differ,
     pick_missing,
-    plan_blocks,
+    plan_save,
     read_answers,
 )
 from kvmask.errors import ArgumentError, PlanStateError
-from kvmask.plans.blocks import BlockPlan, Entries, Rows
+from kvmask.plans.blocks import BlockPlan, Rows
 from kvmask.plans.calls import EXISTS, PUT, WAIT, Call, new_call
 from kvmask.plans.handoffs import Handoff, check_handoff, listed, note_handoff
 from kvmask.plans.held import Held, held_of
 from kvmask.plans.lookup import check_digests
 from kvmask.plans.policy import CALL_FAILED, NOT_TRIED
 from kvmask.plans.results import BlockFailure, SaveResult, quarantine
-from kvmask.plans.scheme import GroupScheme
 from kvmask.plans.tables import block_tables, check_masks
 from kvmask.plans.tools import PlanTools
 
@@ -65,7 +66,6 @@ class SavePlan(BlockPlan):
     """
 
     __slots__ = (
-        "_exact",
         "_held",
         "_ids",
         "_last_word",
@@ -111,88 +111,82 @@ class SavePlan(BlockPlan):
         self._resume = start_token // coord.alignment * coord.alignment
         self.num_tokens = coord.align(num_tokens)
         # An unfinished state block holds the state of the last token computed, no earlier one.
-        self._exact = self.num_tokens == num_tokens
+        exact = self.num_tokens == num_tokens
         check_digests(scheme, self._hashes, self.num_tokens)
         if masks is not None:
             check_masks(masks, len(rows))
-        self._mark = self.num_tokens
         self._stage = EXISTS
         self._twins: dict[int, list[int]] = {}
         self._ids: list[str] = []  # per key, of what is evicted with it
         self._pressure = False
         self._last_word: tuple[int, BaseException | None] | None = None  # of `stop`
+        handed = () if type(handoffs) is tuple and not handoffs else self._listed(handoffs)
+        groups: tuple[PlanGroup, ...] = ()
+        starts = None
         if self.num_tokens > start_token:
+            groups = scheme.saved
             if masks is None:
                 masks = coord.store_mask(
                     self.num_tokens, self._resume, num_prompt_tokens, scheme.states
                 )
-            tails = coord.load_mask(self.num_tokens) if coord.partial_hits else None
-            for group in scheme.moved:
-                g = group.index
-                mask = masks[g]
-                if mask is not None and type(mask) is not Bitset:
-                    mask = Bitset.from_bools(mask)
-                self._plan_group(group, mask, tails[g] if tails else None, rows[g])
-        handed = () if type(handoffs) is tuple and not handoffs else listed(handoffs)
-        known: dict[tuple[int, int], int] = {}
-        for handoff in handed:
-            self._hand_over(handoff, known)
+            if self._reused or coord.partial_hits:
+                masks, starts = self._worth(masks)
+        self.keys, self._parts, self._mark = plan_save(
+            groups,
+            self._hashes,
+            masks,
+            starts,
+            rows,
+            self.num_tokens,
+            self._resume,
+            self._tools.null_block,
+            coord.partial_hits,
+            exact,
+            handed,
+        )
         if not self._policy.unique_keys and (handed or not self._all_differ()):
             self._twin_keys()
 
-    def _plan_group(
-        self, group: GroupScheme, mask: Bitset | None, needed: Bitset | None, table: list[int]
-    ) -> None:
-        if group.kind == "state" and not self._scheme.states:
-            return
-        size, null, tokens = group.block_size, self._tools.null_block, self.num_tokens
-        end = tokens // size
-        first = start = fresh = min(-(-self._resume // size), end)
-        if self._reused:
-            fresh = min(
-                max(first, self._reused // size), end
-            )  # what lies below came from the store
-            if self._held is None:
-                start = fresh
-                if mask is not None and start > first:
-                    mask = mask[start - first :]
-        if needed is not None and mask is not None:
-            # With hits at every hash block, what a hit at this very end needs is stored too.
-            # Another group can end it earlier, so it can be shorter than the mask.
-            ends = [i - start for i in needed.indices() if start <= i < end]
-            mask = mask | Bitset.from_indices(len(mask), ends)
-        if self._held is not None and fresh > start:
-            own = self._held.blocks(group, end)[start:]
-            own = own | Bitset.from_indices(len(own), range(fresh - start, len(own)))
-            mask = own if mask is None else mask & own[: len(mask)]
-        planned, ids = plan_blocks(mask, end, start, table, group.writers, group.turn, null)
-        if len(table) < end:
-            self._mark = min(self._mark, len(table) * size)
-        if (
-            group.kind == "full"
-            and len(ids) < min(end, len(table)) - start
-            and null in table[start:end]
-        ):
-            # Windows and chunks let go of blocks that no hit needs; here it is a hole.
-            self._mark = min(self._mark, table.index(null, start) * size)
-        tail = None
-        if (
-            needed is not None
-            and tokens % size
-            and (group.kind == "full" or (group.kind == "state" and self._exact))
-            and end % group.writers == group.turn
-        ):
-            if len(table) <= end:
-                self._mark = min(self._mark, end * size)
-            elif table[end] != null:
-                tail = (end, table[end], tokens)
-            elif group.kind == "full":
-                self._mark = min(self._mark, end * size)
-        if ids or tail is not None:
-            self._add(group, planned, start, ids, tail)
+    def _worth(self, masks: Sequence[Any]) -> tuple[list[Bitset | None], list[int]]:
+        """Per group which blocks are saved, from its first block on, and that block."""
+        coord, tokens = self._scheme.coord, self.num_tokens
+        ends = coord.load_mask(tokens) if coord.partial_hits else None
+        worth: list[Bitset | None] = [None] * len(masks)
+        starts = [0] * len(masks)
+        for item in self._scheme.saved:
+            group = item.group
+            g, end, mask = group.index, tokens // group.block_size, masks[group.index]
+            first = start = fresh = min(-(-self._resume // group.block_size), end)
+            if mask is not None:
+                mask = Bitset.from_bools(mask)
+            if self._reused:  # what lies below came from the store
+                fresh = min(max(first, self._reused // group.block_size), end)
+                if self._held is None:
+                    start = fresh
+                    if mask is not None and start > first:
+                        mask = mask[start - first :]
+            if ends is not None and mask is not None:
+                # With hits at every hash block, what a hit at this very end needs is stored too.
+                # Another group can end it earlier, so it can be shorter than the mask.
+                needed = [i - start for i in ends[g].indices() if start <= i < end]
+                mask = mask | Bitset.from_indices(len(mask), needed)
+            if self._held is not None and fresh > start:
+                own = self._held.blocks(group, end)[start:]
+                own = own | Bitset.from_indices(len(own), range(fresh - start, len(own)))
+                mask = own if mask is None else mask & own[: len(mask)]
+            worth[g], starts[g] = mask, start
+        return worth, starts
 
-    def _hand_over(self, handoff: Handoff, known: dict[tuple[int, int], int]) -> None:
-        """Add a block that an engine hands over, when it is this rank's to write."""
+    def _listed(self, handoffs: Iterable[Handoff]) -> list[tuple[PlanGroup, int, int, int]]:
+        """The blocks that an engine hands over and this rank writes: group, block, id, boundary."""
+        known: dict[tuple[int, int], int] = {}
+        found = (self._handed(handoff, known) for handoff in listed(handoffs))
+        return [item for item in found if item is not None]
+
+    def _handed(
+        self, handoff: Handoff, known: dict[tuple[int, int], int]
+    ) -> tuple[PlanGroup, int, int, int] | None:
+        """A block that is handed over, checked; None when it is another rank's to write."""
         group, boundary, block_id = check_handoff(
             self._scheme,
             handoff.group,
@@ -212,19 +206,23 @@ class SavePlan(BlockPlan):
                 f"`block_id` of `handoffs` must not be the null block, got {block_id}"
             )
         block = -(-boundary // group.block_size) - 1
-        if group.own and block % group.writers == group.turn:
-            self._add(group, None, 0, [], (block, block_id, boundary))
+        if not group.own or block % group.writers != group.turn:
+            return None
+        item = next(item for item in self._scheme.loaded if item.group is group)
+        return item, block, block_id, boundary
 
     def _all_differ(self) -> bool:
         """Whether no key can stand twice: digests that are known to be of one chain differ."""
         if self._hashes.origin is not None:
             return True
-        builders = [builder for e in self._entries for builder in e.group.own]
+        builders = [builder for part in self._parts for builder in part.group.own]
         return len(set(builders)) == len(builders) and all(
-            e.planned is not None
-            and e.tail is None
-            and digests_differ(self._hashes, e.planned, e.start, e.group.block_size // self._unit)
-            for e in self._entries
+            part.planned is not None
+            and part.tail is None
+            and digests_differ(
+                self._hashes, part.planned, part.start, part.group.block_size // self._unit
+            )
+            for part in self._parts
         )
 
     def _twin_keys(self) -> None:
@@ -261,23 +259,23 @@ class SavePlan(BlockPlan):
     def _group_ids(self, start: int, stop: int) -> list[str]:
         """Per key of a put, the id of what the store evicts together."""
         if not self._ids:
-            self._ids = [text for entries in self._entries for text in self._ids_of(entries)]
+            self._ids = [text for part in self._parts for text in self._ids_of(part)]
         if self._positions is None:
             return self._ids[start:stop]
         return [self._ids[position] for position in self._positions[start:stop]]
 
-    def _ids_of(self, entries: Entries) -> list[str]:
+    def _ids_of(self, part: PlanPart) -> list[str]:
         """The ids of a group's keys: the digest of each under the group's name for evictions."""
-        eviction, own, shards = entries.group.eviction, entries.group.own, entries.shards
-        first = entries.first_key
-        keys = self.keys[first : first + len(entries.block_ids) * shards]
+        eviction, own, shards = part.group.eviction, part.group.own, part.shards
+        first = part.first_key
+        keys = self.keys[first : first + len(part.block_ids) * shards]
         if eviction is None:
             return keys
         ids: list[str] = []
-        if entries.planned is not None and all(b.as_number == eviction.as_number for b in own):
-            scale = entries.group.block_size // self._scheme.coord.hash_block_size
+        if part.planned is not None and all(b.as_number == eviction.as_number for b in own):
+            scale = part.group.block_size // self._scheme.coord.hash_block_size
             names = (eviction,) * shards
-            ids = build_keys(names, self._hashes, entries.planned, entries.start, scale)
+            ids = build_keys(names, self._hashes, part.planned, part.start, scale)
         for i in range(len(ids), len(keys)):
             key, name = keys[i], own[i % shards]
             digest = key[len(name.prefix) : len(key) - len(name.suffix)]
@@ -330,9 +328,9 @@ class SavePlan(BlockPlan):
         sizes: Rows = []
         chosen: list[tuple[int, int, list[int] | None]] = []
         every = True
-        for k, entries in enumerate(self._entries):
-            first = entries.first_key
-            stop = self._entries[k + 1].first_key if k + 1 < len(self._entries) else len(self.keys)
+        for k, part in enumerate(self._parts):
+            first = part.first_key
+            stop = self._parts[k + 1].first_key if k + 1 < len(self._parts) else len(self.keys)
             missing, ordinals = pick_missing(self.keys, given, first, stop)
             if skip:
                 kept = range(stop - first) if ordinals is None else ordinals
@@ -342,7 +340,9 @@ class SavePlan(BlockPlan):
             chosen.append((first, stop, ordinals))
             if not missing:
                 continue
-            rows, pieces = self._descriptors(entries, ordinals)
+            rows, pieces = self._some_descriptors(
+                part, list(range(stop - first)) if ordinals is None else ordinals
+            )
             keys += missing
             addresses += rows
             sizes += pieces
@@ -450,9 +450,9 @@ class SavePlan(BlockPlan):
         put = range(len(self.keys)) if self._positions is None else self._positions
         blocks: dict[int, dict[int, bool]] = {}
         for position in put if self._stage == PUT else ():
-            entries, i = self.entry_of(position)
-            found = blocks.setdefault(entries.group.index, {})
-            block = entries.blocks[i]
+            part, i = self.part_of(position)
+            found = blocks.setdefault(part.group.index, {})
+            block = part.blocks[i]
             found[block] = found.get(block, True) and position not in self._failed
         return [
             (group, sorted(block for block, good in found.items() if good))

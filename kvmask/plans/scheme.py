@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvmask._core import Bitset, BlockHashes, KeyBuilder
+from kvmask._core import Bitset, BlockHashes, KeyBuilder, PlanGroup
 from kvmask.coordinator import Hit
 from kvmask.errors import PlanStateError
 
@@ -146,7 +146,8 @@ class Scheme:
         covers: Whether a lookup demands a digest for every full hash block of its tokens.
         namespaces: The namespaces of all groups.
         cacheable: Per group whether it takes part in masks, keys and hits.
-        moved: The groups of which this rank saves and loads something.
+        loaded: The groups of which this rank loads something, as the core uses them.
+        saved: Those of which it saves something by position in the block table.
     """
 
     coord: Masks
@@ -159,13 +160,17 @@ class Scheme:
     covers: bool = True
     namespaces: tuple[tuple[KeyBuilder, ...], ...] = field(init=False)
     cacheable: tuple[bool, ...] = field(init=False)
-    moved: tuple[GroupScheme, ...] = field(init=False)
+    loaded: tuple[PlanGroup, ...] = field(init=False)
+    saved: tuple[PlanGroup, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "namespaces", tuple(g.namespaces for g in self.groups))
         object.__setattr__(self, "cacheable", tuple(g.cacheable for g in self.groups))
-        moved = tuple(g for g in self.groups if g.cacheable and g.own)
-        object.__setattr__(self, "moved", moved)
+        unit = self.coord.hash_block_size
+        loaded = tuple(PlanGroup(g, unit) for g in self.groups if g.cacheable and g.own)
+        saved = loaded if self.states else tuple(p for p in loaded if p.group.kind != "state")
+        object.__setattr__(self, "loaded", loaded)
+        object.__setattr__(self, "saved", saved)
 
     def hashes(self, hashes: BlockHashes | Sequence[bytes]) -> BlockHashes:
         """Digests as the core takes them, refused when they are known to be others.

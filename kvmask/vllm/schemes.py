@@ -1,6 +1,6 @@
 """Schemes of a worker and of its transfer threads, made of vLLM's objects.
 
-A scheme is kept as long as what it was made of stays in place, and is made anew otherwise. Masks
+A scheme is kept as long as what it was made of is what it was, and is made anew otherwise. Masks
 are not part of it: they come with each request from the coordinator, be it vLLM's or kvmask's.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvmask._core import BlockHashes, KeyBuilder
+from kvmask._core import BlockHashes, KeyBuilder, same_attributes
 from kvmask.coordinator import Hit
 from kvmask.errors import AlignmentError
 from kvmask.plans import GroupScheme, PlanTools, Scheme, StorePolicy
@@ -51,7 +51,7 @@ class Lengths:
         return Hit(0, (), ())
 
 
-class GroupIO:
+class GroupIO(NamedTuple):
     """Keys and addresses of one token database's blocks.
 
     Attributes:
@@ -60,31 +60,50 @@ class GroupIO:
         eviction: Builds the group id that all shards of a block share.
     """
 
-    __slots__ = ("eviction", "own", "tables")
-
-    def __init__(self, tables: Tables, own: tuple[KeyBuilder, ...], eviction: KeyBuilder) -> None:
-        self.tables = tables
-        self.own = own
-        self.eviction = eviction
+    tables: Tables
+    own: tuple[KeyBuilder, ...]
+    eviction: KeyBuilder
 
 
 def group_io(db: Any) -> GroupIO | None:
     """Keys and addresses of a database; None when it names or places blocks in its own way."""
     layout = getattr(db, "store_layout", db)
-    tables = tables_of(layout)
-    kept = state(db).get("io")
-    if kept is not None and kept[0] is layout and kept[1] is tables:
-        io: GroupIO | None = kept[2]
-        return io
-    io = None
     plain = getattr(type(db), "process_tokens", None) is StockDatabase.process_tokens
-    if plain and "process_tokens" not in db.__dict__ and "key_for" not in layout.__dict__:
-        prefixes = _prefixes(db, layout)
-        named = all(p.endswith("@") for p in prefixes)
-        if named and tables is not None and len(tables.regions) == len(prefixes):
-            io = GroupIO(tables, tuple(KeyBuilder(p) for p in prefixes), _eviction(db, prefixes))
-    state(db)["io"] = (layout, tables, io)
-    return io
+    if not plain or "process_tokens" in db.__dict__ or "key_for" in layout.__dict__:
+        return None
+    tables, prefixes = tables_of(layout), _prefixes(db, layout)
+    named = all(p.endswith("@") for p in prefixes)
+    if tables is None or not named or len(tables.regions) != len(prefixes):
+        return None
+    return GroupIO(tables, tuple(KeyBuilder(p) for p in prefixes), _eviction(db, prefixes))
+
+
+# What a scheme is made of, as far as it can change. Releases differ in what they have of it.
+_OF_THREAD = ("token_databases", "tp_rank", "group_participates")
+_OF_DATABASE = ("store_layout", "process_tokens")
+_OF_LAYOUT = (
+    "prepare_values",
+    "key_for",
+    "kv_caches_base_addr",
+    "block_len",
+    "_shard_addr_bases",
+    "_shard_block_strides",
+    "_shard_sizes",
+)
+
+
+def _attributes(thread: Any) -> list[tuple[Any, str, Any]]:
+    """Object, name and value of all that a thread's scheme is made of."""
+    found: list[tuple[Any, tuple[str, ...]]] = [(thread, _OF_THREAD)]
+    for db in thread.token_databases:
+        found += [(db, _OF_DATABASE), (getattr(db, "store_layout", db), _OF_LAYOUT)]
+    seen = []
+    for thing, names in found:
+        for name in names:
+            value = getattr(thing, name, None)
+            if value is not None:
+                seen.append((thing, name, list(value) if type(value) is list else value))
+    return seen
 
 
 def _prefixes(db: Any, layout: Any) -> list[str]:
@@ -122,19 +141,13 @@ def thread_plans(
         steps: Per group, how many ranks share the writing.
         null_block: The block that is never transferred.
     """
-    databases, rank = thread.token_databases, thread.tp_rank
-    per_group: list[GroupIO | None] = []
-    for db, takes_part in zip(databases, participates(thread), strict=True):
-        io = group_io(db) if takes_part else None
-        if takes_part and io is None:
-            return None
-        per_group.append(io)
-    stamp = (per_group, alignment, steps, rank)
+    stamp = alignment, steps
     kept = state(thread).get("plans")
-    if kept is not None and kept[0] == stamp:
-        plans: ThreadPlans | None = kept[1]
+    if kept is not None and kept[0] == stamp and same_attributes(kept[1]):
+        plans: ThreadPlans | None = kept[2]
         return plans
-    scheme = _thread_scheme(databases, per_group, alignment, steps, rank)
+    seen = _attributes(thread)
+    scheme = _thread_scheme(thread, alignment, steps)
     plans = None
     if scheme is not None:
         tools = ThreadTools(
@@ -145,9 +158,7 @@ def thread_plans(
             log=None,
         )
         plans = ThreadPlans(scheme, tools)
-    if steps is not None:
-        stamp = (per_group, alignment, list(steps), rank)
-    state(thread)["plans"] = (stamp, plans)
+    state(thread)["plans"] = ((alignment, None if steps is None else list(steps)), seen, plans)
     return plans
 
 
@@ -158,12 +169,15 @@ def participates(thread: Any) -> Sequence[bool]:
 
 
 def _thread_scheme(
-    databases: Sequence[Any],
-    per_group: Sequence[GroupIO | None],
-    alignment: int | None,
-    steps: Sequence[int] | None,
-    rank: int,
+    thread: Any, alignment: int | None, steps: Sequence[int] | None
 ) -> Scheme | None:
+    databases, rank = thread.token_databases, thread.tp_rank
+    per_group: list[GroupIO | None] = []
+    for db, takes_part in zip(databases, participates(thread), strict=True):
+        io = group_io(db) if takes_part else None
+        if takes_part and io is None:
+            return None
+        per_group.append(io)
     units = {
         db.hash_block_size for db, p in zip(databases, per_group, strict=True) if p is not None
     }
