@@ -339,6 +339,19 @@ cdef class LookupCore:
     cdef join_sets(self)
 
 
+cdef class LookupSums:
+    cdef readonly int64_t lookups
+    cdef readonly int64_t asked_keys
+    cdef readonly int64_t present_keys
+    cdef readonly int64_t exact_keys
+    cdef readonly int64_t probes
+    cdef readonly int64_t hit_tokens
+    cdef readonly int64_t unknown_keys
+    cdef readonly int64_t failed_lookups
+    cdef readonly double lookup_store_seconds
+    cdef readonly double lookup_other_seconds
+
+
 cdef class HitHints:
     cdef uint64_t *slots
     cdef int64_t mask

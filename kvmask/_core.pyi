@@ -3,6 +3,7 @@ from typing import Any, Final, Self, overload
 
 from typing_extensions import Buffer, disjoint_base
 
+from kvmask.coordinator import Hit
 from kvmask.errors import ArgumentError
 from kvmask.hashing.origin import DigestOrigin
 from kvmask.plans.scheme import GroupScheme
@@ -173,6 +174,21 @@ class LookupCore:
     def next_keys(self) -> list[str]: ...
     def feed(self, answers: Sequence[int]) -> None: ...
     def result(self) -> tuple[int, tuple[Bitset, ...], tuple[int, ...]] | None: ...
+    def fields(self) -> dict[str, Any]: ...
+
+@disjoint_base
+class LookupSums:
+    lookups: Final[int]
+    asked_keys: Final[int]
+    present_keys: Final[int]
+    exact_keys: Final[int]
+    probes: Final[int]
+    hit_tokens: Final[int]
+    unknown_keys: Final[int]
+    failed_lookups: Final[int]
+    lookup_store_seconds: Final[float]
+    lookup_other_seconds: Final[float]
+    def add(self, hit: Hit, failed: bool) -> None: ...
 
 @disjoint_base
 class HitHints:

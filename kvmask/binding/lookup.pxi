@@ -450,3 +450,42 @@ cdef class LookupCore:
                 masks.append(new_bitset(0))
             return 0, tuple(masks), (0,) * self.coord.n_groups
         return self.hit, self.masks, tuple(self.tails)
+
+    def fields(self):
+        """What there is to say of the lookup, as fields of a Hit."""
+        return {
+            "asked": self.asked,
+            "probes": self.probes,
+            "present": self.present,
+            "exact_keys": self.exact_keys,
+            "unknown": self.unknown,
+        }
+
+
+@cython.auto_pickle(False)
+cdef class LookupSums:
+    """Sums over lookups, named as in kvmask.plans.metrics.COUNTERS.
+
+    An instance is added to without a lock: no other thread runs within `add`.
+    """
+
+    def add(self, hit, bint failed):
+        """Count a lookup.
+
+        Args:
+            hit: What it found.
+            failed: Whether it ended because the store did not answer.
+        """
+        cdef int64_t asked = hit.asked, present = hit.present, exact = hit.exact_keys
+        cdef int64_t probes = hit.probes, length = hit.length, unknown = hit.unknown
+        cdef double inside = hit.store_seconds, outside = hit.other_seconds
+        self.lookups += 1
+        self.asked_keys += asked
+        self.present_keys += present
+        self.exact_keys += exact
+        self.probes += probes
+        self.hit_tokens += length
+        self.unknown_keys += unknown
+        self.failed_lookups += failed
+        self.lookup_store_seconds += inside
+        self.lookup_other_seconds += outside

@@ -354,22 +354,16 @@ class LookupPlan:
                 MALFORMED_ANSWER,
             )
         other = time.perf_counter() - self._started - self._in_store
-        self._result = hit = Hit._looked_up(
-            {
-                "length": length,
-                "masks": found[1],
-                "tail_tokens": found[2],
-                "asked": core.asked - self._skipped,
-                "probes": core.probes - self._spared,
-                "present": core.present - self._vouched,
-                "exact_keys": core.exact_keys,
-                "store_seconds": self._in_store,
-                "other_seconds": other,
-                "unknown": core.unknown + unanswered,
-                "cause": cause,
-                "held": self._held,
-            }
-        )
+        fields = core.fields()
+        if self._skipped or unanswered:
+            fields["asked"] -= self._skipped
+            fields["probes"] -= self._spared
+            fields["present"] -= self._vouched
+            fields["unknown"] += unanswered
+        fields["length"], fields["masks"], fields["tail_tokens"] = found
+        fields["store_seconds"], fields["other_seconds"] = self._in_store, other
+        fields["cause"], fields["held"] = cause, self._held
+        self._result = hit = Hit._looked_up(fields)
         if self._tools.stats is not None:
             self._tools.stats.add_lookup(hit, failed)
 

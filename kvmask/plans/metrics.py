@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from kvmask._core import LookupSums
 from kvmask.coordinator import Hit
 from kvmask.errors import MissingDependencyError
 
@@ -53,6 +54,7 @@ class TransferStats:
 
     def __init__(self) -> None:
         self._values: dict[str, float] = dict.fromkeys(COUNTERS, 0)
+        self._sums = LookupSums()
         self._lock = threading.Lock()
 
     def add(self, **amounts: float) -> None:
@@ -76,28 +78,18 @@ class TransferStats:
             hit: What the lookup found.
             failed: Whether the lookup ended because the store did not answer.
         """
-        values = self._values
-        with self._lock:
-            values["lookups"] += 1
-            values["asked_keys"] += hit.asked
-            values["present_keys"] += hit.present
-            values["exact_keys"] += hit.exact_keys
-            values["probes"] += hit.probes
-            values["hit_tokens"] += hit.length
-            values["unknown_keys"] += hit.unknown
-            values["failed_lookups"] += failed
-            values["lookup_store_seconds"] += hit.store_seconds
-            values["lookup_other_seconds"] += hit.other_seconds
+        self._sums.add(hit, failed)
 
     def __getattr__(self, name: str) -> float:
         if name in COUNTERS:
-            return self._values[name]
+            value: float = self._values[name] + getattr(self._sums, name, 0)
+            return value
         raise AttributeError(name)
 
     def snapshot(self) -> dict[str, float]:
         """All counters at one moment."""
         with self._lock:
-            return dict(self._values)
+            return {name: self.__getattr__(name) for name in COUNTERS}
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{k}={v:g}" for k, v in self.snapshot().items() if v)

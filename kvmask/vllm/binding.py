@@ -51,3 +51,18 @@ def state(thing: Any) -> dict[str, Any]:
     if kept is None:
         kept = thing.__dict__.setdefault(_STATE, {})
     return kept
+
+
+def seen(thing: Any, *names: str) -> list[tuple[Any, str, Any]]:
+    """Attributes of an object as they are now, for `same_attributes`; those it has.
+
+    Args:
+        thing: The object.
+        names: The attributes. Of a list it is seen when it changes in place, too.
+    """
+    found = ((name, getattr(thing, name, None)) for name in names)
+    return [
+        (thing, name, list(value) if type(value) is list else value)
+        for name, value in found
+        if value is not None
+    ]

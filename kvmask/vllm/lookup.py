@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvmask._core import Bitset, HitHints, KeyBuilder, build_keys
+from kvmask._core import Bitset, HitHints, KeyBuilder, build_keys, same_attributes
 from kvmask.coordinator import Hit
 from kvmask.mooncake import MooncakePolicy
 from kvmask.plans import (
@@ -29,7 +29,7 @@ from kvmask.plans import lookup as plans_lookup
 from kvmask.plans.breaker import no_answer
 from kvmask.plans.metrics import TransferStats
 from kvmask.vllm.acting import ACTING, guarded
-from kvmask.vllm.binding import state
+from kvmask.vllm.binding import seen, state
 from kvmask.vllm.ending import CALLS, CLOSE_SECONDS
 from kvmask.vllm.local import FORGET, unpack
 from kvmask.vllm.outages import breaker_of
@@ -111,22 +111,19 @@ class Groups:
 
 def scheme_of_worker(worker: Any) -> Scheme | None:
     """Scheme of a worker's lookups, or None when its groups are not the core's to answer."""
-    coord = worker.coord
-    if not is_stock_coordinator(coord):
-        return None
-    rules = rules_of(coord)
+    kept = state(worker).get("scheme")
+    if kept is not None and same_attributes(kept[0]):
+        scheme: Scheme | None = kept[1]
+        return scheme
+    coord, prefixes = worker.coord, worker._lookup_key_prefixes
+    rules = rules_of(coord) if is_stock_coordinator(coord) else None
     if rules is None:
         return None
-    prefixes = worker._lookup_key_prefixes
-    known = state(worker)
-    kept = known.get("scheme")
-    if kept is not None and kept[0] is rules and kept[1] is prefixes:
-        scheme: Scheme | None = kept[2]
-        return scheme
     sizes = [db.block_size for db in worker.token_dbs]
     groups = Groups(coord, worker._kv_cache_groups, sizes, prefixes, worker.hash_block_size)
     scheme = groups.scheme(rules)
-    known["scheme"] = (rules, prefixes, scheme)
+    attributes = [*seen(worker, "coord", "_lookup_key_prefixes"), *rules.seen]
+    state(worker)["scheme"] = (attributes, scheme)
     return scheme
 
 

@@ -19,9 +19,9 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvmask._core import MAX_SETS, MAX_TOKENS, BlockHashes, CoordinatorCore
+from kvmask._core import MAX_SETS, MAX_TOKENS, BlockHashes, CoordinatorCore, same_attributes
 from kvmask.errors import ArgumentError
-from kvmask.vllm.binding import state
+from kvmask.vllm.binding import seen, state
 from kvmask.vllm.releases import BlobBlockHashes, current
 
 # Kind, spec class, the manager whose functions make the kind, and which functions.
@@ -69,11 +69,11 @@ class Rules:
         "lengths",
         "partial_hits",
         "scales",
-        "stamp",
+        "seen",
     )
 
-    def __init__(self, coord: Any, rows: list[tuple[Any, ...]], stamp: tuple[Any, ...]) -> None:
-        self.stamp = stamp
+    def __init__(self, coord: Any, rows: list[tuple[Any, ...]], attributes: list[Any]) -> None:
+        self.seen = attributes
         self.partial_hits = partial_hits(coord)
         self.hash_block_size: int = coord.hash_block_size
         self.alignment: int = coord.lcm_block_size
@@ -161,31 +161,33 @@ def _rows(coord: Any) -> list[tuple[Any, ...]] | None:
     return done if current().covers(coord, full_sets) else None
 
 
+# What the rules rest on. Releases differ in what they have of it.
+_RESTS_ON = (
+    "attention_groups",
+    "kv_cache_groups",
+    "hash_block_size",
+    "lcm_block_size",
+    "retention_interval",
+    "enable_partial_hash_hits",
+)
+
+
 def rules_of(coord: Any) -> Rules | None:
     """The core's rules for a coordinator; None leaves it to stock.
 
     They are kept on the coordinator and made anew when what they rest on is replaced.
     """
-    stamp = (
-        coord.attention_groups,
-        coord.kv_cache_groups,
-        coord.hash_block_size,
-        coord.lcm_block_size,
-        coord.retention_interval,
-        getattr(coord, "enable_partial_hash_hits", False),
-    )
     kept = state(coord).get("rules")
-    if kept is not None:
-        old, known = kept
-        if old == stamp:
-            found: Rules | None = known
-            return found
+    if kept is not None and same_attributes(kept[0]):
+        rules: Rules | None = kept[1]
+        return rules
+    attributes = seen(coord, *_RESTS_ON)
     try:
         rows = _rows(coord)
-        rules = None if rows is None else Rules(coord, rows, stamp)
+        rules = None if rows is None else Rules(coord, rows, attributes)
     except (ArgumentError, TypeError):
         rules = None
-    state(coord)["rules"] = (stamp, rules)
+    state(coord)["rules"] = (attributes, rules)
     return rules
 
 

@@ -14,7 +14,7 @@ from kvmask._core import BlockHashes, KeyBuilder, same_attributes
 from kvmask.coordinator import Hit
 from kvmask.errors import AlignmentError
 from kvmask.plans import GroupScheme, PlanTools, Scheme, StorePolicy
-from kvmask.vllm.binding import state
+from kvmask.vllm.binding import seen, state
 from kvmask.vllm.layouts import Tables, tables_of
 from kvmask.vllm.outages import ThreadTools, breaker_of
 from kvmask.vllm.releases import StockDatabase, group_id_of
@@ -92,18 +92,12 @@ _OF_LAYOUT = (
 )
 
 
-def _attributes(thread: Any) -> list[tuple[Any, str, Any]]:
-    """Object, name and value of all that a thread's scheme is made of."""
-    found: list[tuple[Any, tuple[str, ...]]] = [(thread, _OF_THREAD)]
+def _seen(thread: Any) -> list[tuple[Any, str, Any]]:
+    """All that a thread's scheme is made of."""
+    found = seen(thread, *_OF_THREAD)
     for db in thread.token_databases:
-        found += [(db, _OF_DATABASE), (getattr(db, "store_layout", db), _OF_LAYOUT)]
-    seen = []
-    for thing, names in found:
-        for name in names:
-            value = getattr(thing, name, None)
-            if value is not None:
-                seen.append((thing, name, list(value) if type(value) is list else value))
-    return seen
+        found += seen(db, *_OF_DATABASE) + seen(getattr(db, "store_layout", db), *_OF_LAYOUT)
+    return found
 
 
 def _prefixes(db: Any, layout: Any) -> list[str]:
@@ -146,7 +140,7 @@ def thread_plans(
     if kept is not None and kept[0] == stamp and same_attributes(kept[1]):
         plans: ThreadPlans | None = kept[2]
         return plans
-    seen = _attributes(thread)
+    attributes = _seen(thread)
     scheme = _thread_scheme(thread, alignment, steps)
     plans = None
     if scheme is not None:
@@ -158,7 +152,8 @@ def thread_plans(
             log=None,
         )
         plans = ThreadPlans(scheme, tools)
-    state(thread)["plans"] = ((alignment, None if steps is None else list(steps)), seen, plans)
+    steps = None if steps is None else list(steps)
+    state(thread)["plans"] = ((alignment, steps), attributes, plans)
     return plans
 
 
