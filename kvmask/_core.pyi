@@ -231,6 +231,7 @@ class PlanGroup:
 
 @disjoint_base
 class PlanPart:
+    def __new__(cls, of: PlanGroup) -> Self: ...
     planned: Final[Bitset | None]
     start: Final[int]
     first_key: Final[int]

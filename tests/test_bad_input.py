@@ -32,6 +32,7 @@ from kvmask import (
     SlidingWindow,
     StrictKeys,
     VllmKeys,
+    _core,
     hash_tokens,
 )
 from kvmask._core import (
@@ -560,6 +561,76 @@ def test_ids_whose_own_code_misbehaves():
 
     with pytest.raises(KeyError, match="mine"):
         save(tables=[[Broken(), 2, 3, 4]] * 2)
+
+
+def core_load(
+    groups=BOUND.scheme.loaded[:1], masks=((True,),), tails=(0,), starts=None, tables=([1],)
+):
+    return _core.plan_load(
+        groups,
+        HASHES,
+        masks,
+        tails,
+        16 * len(masks[0]) if masks else 16,
+        starts,
+        list(tables),
+        None,
+        True,
+    )
+
+
+def core_save(handed=(), masks=(None,), starts=None, tables=([1, 2, 3, 4],), tokens=64):
+    groups = BOUND.scheme.loaded[:1]
+    return plan_save(
+        groups, HASHES, masks, starts, list(tables), tokens, 0, None, False, True, handed
+    )
+
+
+GROUP = BOUND.scheme.loaded[0]
+TO_THE_CORE = [
+    *(
+        (lambda groups=groups: core_load(groups=groups), TypeError)
+        for groups in ((None,), (1,), [GROUP])
+    ),
+    (lambda: core_load(masks=()), IndexError),
+    (lambda: core_load(masks=(None,)), TypeError),
+    (lambda: core_load(masks=((True,) * 9,), tables=(list(range(9)),)), ArgumentError),
+    (lambda: core_load(tails=()), IndexError),
+    (lambda: core_load(starts=()), IndexError),
+    (lambda: core_load(starts=(9,)), ArgumentError),
+    (lambda: core_load(tables=()), IndexError),
+    (lambda: core_load(tables=((1,),)), TypeError),
+    *(
+        (lambda boundary=boundary: core_save([(GROUP, 0, 7, boundary)]), ArgumentError)
+        for boundary in (0, -1, 5, 80, 1 << 62)
+    ),
+    (lambda: core_save([(GROUP, 0, 7, 1 << 63)]), OverflowError),
+    (lambda: core_save([(None, 0, 7, 16)]), TypeError),
+    (lambda: core_save([(GROUP, 0, 7)]), ValueError),
+    (lambda: core_save(masks=()), IndexError),
+    (lambda: core_save(starts=()), IndexError),
+    (lambda: core_save(starts=(5,)), ArgumentError),
+    (lambda: core_save(tables=()), IndexError),
+    (lambda: core_save(tokens=144, tables=(list(range(9)),)), ArgumentError),
+    *((lambda of=of: _core.PlanPart(of), TypeError) for of in (None, 1)),
+    *(
+        (lambda parts=parts: _core.describe_parts(parts), TypeError)
+        for parts in (None, [None], [1])
+    ),
+    (lambda: _core.PlanGroup(None, 16), AttributeError),
+    (lambda: _core.PlanGroup(GROUP.group, 0), ArgumentError),
+    (lambda: _core.same_attributes(None), TypeError),
+    (lambda: _core.same_attributes([None]), TypeError),
+    (lambda: _core.same_attributes([()]), IndexError),
+    (lambda: _core.same_attributes([(GROUP, 5, 1)]), TypeError),
+]
+
+
+@pytest.mark.parametrize("i", range(len(TO_THE_CORE)))
+def test_what_plans_never_give_the_core_is_refused(i):
+    call, error = TO_THE_CORE[i]
+    with pytest.raises(error):
+        call()
 
 
 def test_regions_of_wrong_kinds():

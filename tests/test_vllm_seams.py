@@ -82,7 +82,10 @@ class Recorded:
             self.calls.add((module, f"{name}:{frame.f_code.co_qualname}"))
 
     def on_read(self, name: str) -> None:
-        module = own_module(sys._getframe(2))
+        frame: Any = sys._getframe(2)
+        while own_module(frame) == "binding":  # it reads for others
+            frame = frame.f_back
+        module = own_module(frame)
         if module and not name.startswith("__") and "kvmask" not in name:
             self.reads.add((module, name))
 

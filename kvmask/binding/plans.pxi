@@ -27,12 +27,12 @@ cdef class PlanGroup:
         self.num_bytes = [layout.block_bytes for layout in self.layouts]
         self.all_bytes = sum(self.num_bytes)
 
-    def __reduce__(self):
-        return PlanGroup, (self.group, self.unit)
-
 
 cdef class PlanPart:
     """Some keys of one group: block by block, the shards of a block together.
+
+    Args:
+        of: The PlanGroup.
 
     Attributes:
         group: The GroupScheme.
@@ -45,7 +45,8 @@ cdef class PlanPart:
         first_key: Where the keys stand among all keys of the plan.
     """
 
-    def __cinit__(self):
+    def __cinit__(self, PlanGroup of not None):
+        self.of = of
         self.ids = []
 
     @property
@@ -115,11 +116,10 @@ cdef PlanPart select_blocks(PlanGroup group, Bitset bits, int64_t origin, int64_
     Bit ``i`` is that of block ``origin + i``; without bits all blocks have one. ``missed`` is the
     first block that has a bit and no entry, or the null block's, or -1.
     """
-    cdef PlanPart part = PlanPart.__new__(PlanPart)
+    cdef PlanPart part = PlanPart.__new__(PlanPart, group)
     cdef list ids = part.ids
     cdef int64_t writers = 1 if all_turns else group.writers
     cdef int64_t block = start - 1, stop = end
-    part.of = group
     part.start = start
     missed[0] = -1
     if bits is not None and bits.n < end - origin:
@@ -154,7 +154,7 @@ cdef list plan_keys(list parts, BlockHashes hashes):
     """The keys of all parts, which learn where theirs begin."""
     cdef PlanPart part
     cdef PlanGroup group
-    cdef int64_t total = 0, at = 0, scale
+    cdef int64_t total = 0, at = 0, scale, blocks
     cdef list keys
     for item in parts:
         part = item
@@ -165,13 +165,21 @@ cdef list plan_keys(list parts, BlockHashes hashes):
                 "`hashes` must cover the blocks, got "
                 f"{hashes.n} digests and {scale} for each of {part.start + part.planned.n} blocks"
             )
-        if part.boundary > hashes.n * group.unit:
+        if part.boundary and not group.unit <= part.boundary <= hashes.n * group.unit:
             raise ArgumentError(
                 "`hashes` must cover the boundary of a last block, "
                 f"got {hashes.n} digests of {group.unit} for {part.boundary} tokens"
             )
+        blocks = part.boundary != 0
+        if part.planned is not None:
+            blocks += km_count(part.planned.words, part.planned.n)
+        if blocks != PyList_GET_SIZE(part.ids):
+            raise ArgumentError(
+                "a part must name every block by a digest, "
+                f"got {len(part.ids)} blocks and {blocks} digests"
+            )
         part.first_key = total
-        total += PyList_GET_SIZE(part.ids) * len(group.own)
+        total += blocks * len(group.own)
     keys = PyList_New(total)
     for item in parts:
         part = item
@@ -185,6 +193,7 @@ cdef list plan_keys(list parts, BlockHashes hashes):
     return keys
 
 
+@cython.boundscheck(True)
 def plan_load(tuple groups not None, BlockHashes hashes not None, masks, tail_tokens, length,
               starts, tables, null_block, bint partial_hits):
     """Keys of the blocks that a load reads, and where they go.
@@ -216,7 +225,7 @@ def plan_load(tuple groups not None, BlockHashes hashes not None, masks, tail_to
     cdef PlanPart part
     cdef Bitset bits
     for item in groups:
-        group = item
+        group = <PlanGroup?>item
         bits = as_bitset(masks[group.index])
         if bits.n == 0:
             continue
@@ -261,6 +270,7 @@ cdef object no_block(PlanGroup group, list table, int64_t block, int64_t null):
     )
 
 
+@cython.boundscheck(True)
 def plan_save(tuple groups not None, BlockHashes hashes not None, masks, starts, tables,
               num_tokens, start_token, null_block, bint tails, bint exact, handed):
     """Keys of the blocks that a save may write, and how far it can get.
@@ -295,7 +305,7 @@ def plan_save(tuple groups not None, BlockHashes hashes not None, masks, starts,
     cdef PlanGroup group
     cdef PlanPart part
     for item in groups:
-        group = item
+        group = <PlanGroup?>item
         end = tokens // group.size
         if starts is None:
             start = min(km_ceil_div(resume, group.size), end)
@@ -324,8 +334,7 @@ def plan_save(tuple groups not None, BlockHashes hashes not None, masks, starts,
         if part.ids:
             parts.append(part)
     for group, block, block_id, boundary in handed:
-        part = PlanPart.__new__(PlanPart)
-        part.of = group
+        part = PlanPart.__new__(PlanPart, group)
         part.ids.append(block_id)
         part.last = block
         part.boundary = boundary
@@ -337,12 +346,15 @@ cdef int64_t first_null(list table, int64_t null, int64_t start, int64_t stop) e
     """The first entry in [start, stop) that is the null block's, or -1."""
     cdef int64_t i = start
     while i < stop and i < PyList_GET_SIZE(table):
-        if is_null(plain_id(table[i], i), null):
+        entry = table[i]
+        # Those of other ranks' turns are nobody's to refuse.
+        if is_null(entry, null) if PyLong_CheckExact(entry) else entry == null:
             return i
         i += 1
     return -1
 
 
+@cython.boundscheck(True)
 def describe_parts(list parts not None):
     """Addresses and sizes of all keys of some parts, in their order.
 
@@ -361,7 +373,7 @@ def describe_parts(list parts not None):
     cdef tuple layouts
     total = 0
     for item in parts:
-        part = item
+        part = <PlanPart?>item
         layouts = part.of.layouts
         shards = len(layouts)
         if shards == 1:

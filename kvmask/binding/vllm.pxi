@@ -102,6 +102,7 @@ cdef class BlockRows:
                 self.room -= 1
 
 
+@cython.boundscheck(True)
 def same_attributes(list seen not None):
     """Whether attributes have the values that were seen.
 
