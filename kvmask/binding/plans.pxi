@@ -24,7 +24,9 @@ cdef class PlanGroup:
         self.state = group.kind == "state"
         self.own = as_builders(group.own)
         self.layouts = tuple(group.layouts)
-        self.num_bytes = [layout.block_bytes for layout in self.layouts]
+        self.num_bytes = []
+        for layout in self.layouts:
+            self.num_bytes.append(layout.block_bytes)
         self.all_bytes = sum(self.num_bytes)
 
 
@@ -72,12 +74,19 @@ cdef class PlanPart:
     @property
     def blocks(self):
         """Index of every block. Only failures and events ask for it."""
-        if self.indices is None:
-            found = [] if self.planned is None else self.planned.indices()
-            self.indices = [self.start + i for i in found] if self.start else found
+        cdef list indices = self.indices
+        cdef int64_t i = -1
+        if indices is None:
+            indices = []
+            while self.planned is not None:
+                i = km_next(self.planned.words, i + 1, self.planned.n, True)
+                if i >= self.planned.n:
+                    break
+                indices.append(self.start + i)
             if self.boundary:
-                self.indices.append(self.last)
-        return self.indices
+                indices.append(self.last)
+            self.indices = indices
+        return indices
 
 
 cdef object plain_id(object entry, int64_t block):
