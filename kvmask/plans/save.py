@@ -144,8 +144,6 @@ class SavePlan(BlockPlan):
             exact,
             handed,
         )
-        if not self._policy.unique_keys and (handed or not self._all_differ()):
-            self._twin_keys()
 
     def _worth(self, masks: Sequence[Any]) -> tuple[list[Bitset | None], list[int]]:
         """Per group which blocks are saved, from its first block on, and that block."""
@@ -211,29 +209,37 @@ class SavePlan(BlockPlan):
         item = next(item for item in self._scheme.loaded if item.group is group)
         return item, block, block_id, boundary
 
+    def _find_twins(self) -> None:
+        """Find keys that stand twice in the plan, as a block of the table that is handed over too.
+
+        Only puts need to know: a store must not be given a key twice.
+        """
+        if self._policy.unique_keys or self._all_differ():
+            return
+        first: dict[str, int] = {}
+        twins: dict[int, list[int]] = {}
+        for i, key in enumerate(self.keys):
+            at = first.setdefault(key, i)
+            if at != i:
+                twins.setdefault(at, []).append(i)
+        self._twins = twins
+
     def _all_differ(self) -> bool:
-        """Whether no key can stand twice: digests that are known to be of one chain differ."""
+        """Whether no key can stand twice, as far as that is quickly seen."""
+        parts = self._parts
+        if any(part.planned is None for part in parts):
+            return False  # handed over
         if self._hashes.origin is not None:
-            return True
-        builders = [builder for part in self._parts for builder in part.group.own]
+            return True  # digests of one chain differ
+        builders = [builder for part in parts for builder in part.group.own]
         return len(set(builders)) == len(builders) and all(
             part.planned is not None
             and part.tail is None
             and digests_differ(
                 self._hashes, part.planned, part.start, part.group.block_size // self._unit
             )
-            for part in self._parts
+            for part in parts
         )
-
-    def _twin_keys(self) -> None:
-        """Find keys that stand twice in the plan: a block of the table that is handed over too."""
-        if len(set(self.keys)) == len(self.keys):
-            return
-        first: dict[str, int] = {}
-        for i, key in enumerate(self.keys):
-            at = first.setdefault(key, i)
-            if at != i:
-                self._twins.setdefault(at, []).append(i)
 
     def _left(self) -> int:
         asks = self._stage == EXISTS and bool(self.keys)
@@ -310,7 +316,20 @@ class SavePlan(BlockPlan):
         return news
 
     def _feed_exists(self, answer: Any) -> None:
-        if not self._twins and self._feed_alike(answer):
+        if all_answered(answer, len(self.keys), 1):
+            self._call = None
+            if self._breaker is not None:
+                self._heard()
+            self._present = len(self.keys)
+            return
+        self._find_twins()
+        if not self._twins and all_answered(answer, len(self.keys), 0):
+            self._forget_bytes()
+            descriptors = self._all_descriptors()  # it may refuse a block id
+            self._call = None
+            if self._breaker is not None:
+                self._heard()
+            self._put(self.keys, *descriptors)
             return
         given = read_answers(answer, len(self.keys))
         if self._call != EXISTS:
@@ -359,25 +378,6 @@ class SavePlan(BlockPlan):
         self._take()  # only now: a block id that is refused leaves the call unanswered
         self._present = len(self.keys) - len(keys) - twins
         self._put(keys, addresses, sizes)
-
-    def _feed_alike(self, answer: Any) -> bool:
-        """Take an existence answer that is the same for every key; False: there is more to it."""
-        n = len(self.keys)
-        if all_answered(answer, n, 1):
-            self._call = None
-            if self._breaker is not None:
-                self._heard()
-            self._present = n
-            return True
-        if not all_answered(answer, n, 0):
-            return False
-        self._forget_bytes()
-        addresses, sizes = self._all_descriptors()
-        self._call = None
-        if self._breaker is not None:
-            self._heard()
-        self._put(self.keys, addresses, sizes)
-        return True
 
     def _put(self, keys: list[str], addresses: Rows, sizes: Rows) -> None:
         """Plan the puts of these keys."""
