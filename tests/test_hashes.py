@@ -292,9 +292,9 @@ class TestTokenIds:
     @pytest.mark.parametrize(
         ("ids", "message"),
         [
-            ([1, True, 2, 3], "token ids must be plain ints, got bool at index 1"),
-            ([1, 2.0, 2, 3], "token ids must be plain ints, got float at index 1"),
-            ([1, 2, "3", 3], "token ids must be plain ints, got str at index 2"),
+            ([1, True, 2, 3], "`token_ids` must hold plain ints, got bool at index 1"),
+            ([1, 2.0, 2, 3], "`token_ids` must hold plain ints, got float at index 1"),
+            ([1, 2, "3", 3], "`token_ids` must hold plain ints, got str at index 2"),
             ([1, 2, 3, -1], r"from 0 to 2\*\*63 - 1, got -1 at index 3"),
             ([2**63], r"from 0 to 2\*\*63 - 1, got 9223372036854775808 at index 0"),
             (array.array("q", [0] * 9 + [-5]), "got -5 at index 9"),
@@ -315,7 +315,10 @@ class TestTokenIds:
 
     def test_numpy_scalars_in_a_list_are_refused(self):
         np = pytest.importorskip("numpy")
-        with pytest.raises(HashInputError, match="plain ints, got int64 at index 0"):
+        with pytest.raises(
+            HashInputError,
+            match=r"plain ints, got int64 at index 0: give the array, or its `tolist\(\)`",
+        ):
             hash_tokens([np.int64(1)] * 4, 4)
 
     def test_start(self):

@@ -8,10 +8,11 @@ cdef Py_ssize_t c_list_step = 1 << 18
 cdef int token_error(object value, int64_t i) except -1:
     if type(value) is int:
         raise HashInputError(
-            f"token ids must be from 0 to 2**63 - 1, got {shown_integer(value)} at index {i}"
+            f"`token_ids` must be from 0 to 2**63 - 1, got {shown_integer(value)} at index {i}"
         )
+    hint = ": give the array, or its `tolist()`" if hasattr(value, "dtype") else ""
     raise HashInputError(
-        f"token ids must be plain ints, got {type(value).__name__} at index {i}"
+        f"`token_ids` must hold plain ints, got {type(value).__name__} at index {i}{hint}"
     )
 
 

@@ -178,7 +178,8 @@ def _check_extras(extra_keys: ExtraKeys, blocks: int) -> list[tuple[Any, ...] | 
     for i, extra in enumerate(extras):
         if extra is not None and type(extra) is not tuple:
             raise HashInputError(
-                f"extra keys must be a tuple or None, got {type(extra).__name__} for block {i}"
+                "`extra_keys` must hold a tuple or None per block, "
+                f"got {type(extra).__name__} for block {i}"
             )
     return extras
 

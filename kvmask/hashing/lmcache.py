@@ -86,7 +86,7 @@ def lmcache_chunk_hashes(
                 words = struct.pack(f">{chunk_size}I", *chunk)
             except struct.error:
                 raise HashInputError(
-                    f"token ids must be below 2**32 for 'blake3', got {max(chunk)}"
+                    f"`token_ids` must be below 2**32 for 'blake3', got {max(chunk)}"
                 ) from None
             parent = digest(parent + words).digest()
             out.append(parent)
