@@ -315,10 +315,8 @@ class TestTokenIds:
 
     def test_numpy_scalars_in_a_list_are_refused(self):
         np = pytest.importorskip("numpy")
-        with pytest.raises(
-            HashInputError,
-            match=r"plain ints, got int64 at index 0: give the array, or its `tolist\(\)`",
-        ):
+        text = r"plain ints, got int64 at index 0: give the array, or its `tolist\(\)`"
+        with pytest.raises(HashInputError, match=text):
             hash_tokens([np.int64(1)] * 4, 4)
 
     def test_start(self):
@@ -405,7 +403,11 @@ class TestArguments:
             ({"parent": "x"}, HashInputError, "bytes-like, got str"),
             ({"extra_keys": [None, None]}, ArgumentError, "per full block, got 2 and 1"),
             ({"extra_keys": []}, ArgumentError, "per full block, got 0 and 1"),
-            ({"extra_keys": [["x"]]}, HashInputError, "a tuple or None, got list for block 0"),
+            (
+                {"extra_keys": [["x"]]},
+                HashInputError,
+                "or None per block, got list for block 0",
+            ),
             ({"extra_keys": [(lambda: 0,)]}, HashInputError, "picklable"),
             (
                 {"extra_keys": [(1.5,)], "algorithm": "sha256_cbor"},
