@@ -315,6 +315,42 @@ def test_a_failure_is_that_of_every_block_of_the_key():
         assert (result.stored, result.present, result.mark) == (0, 2, 16)
 
 
+def test_a_block_table_whose_entries_change_it():
+    scheme = scheme_of(Coordinator([FullAttention(16)] * 2, 16), [flat_layout(64)] * 2)
+    tables: list = []
+
+    class Leaves:
+        """Its only reference is the block table's."""
+
+        def __getattr__(self, name):
+            tables[0][1] = 7
+            raise AttributeError(name)
+
+    class Replaces:
+        def __index__(self):
+            tables[1] = None
+            return 7
+
+    tables[:] = [[1, Leaves(), 3], [1, 2, 3]]
+    with pytest.raises(BlockIdError, match="must hold integers, got Leaves at index 1"):
+        SavePlan(scheme, digests(3), tables, 48)
+    tables[:] = [[1, Replaces(), 3], [1, 2, 3]]
+    plan = SavePlan(scheme, digests(3), tables, 48)
+    assert [part.block_ids for part in plan._parts] == [[1, 7, 3], [1, 2, 3]]
+
+
+def test_the_id_of_a_last_block_is_read_once():
+    scheme = scheme_of(Coordinator([FullAttention(32)], 16, partial_hits=True), [flat_layout(64)])
+
+    class Second(list):
+        def tolist(self):
+            self.append(0)
+            return 5 if len(self) == 1 else 0
+
+    plan = SavePlan(scheme, digests(3), [[1, Second()]], 48)
+    assert plan._parts[0].block_ids == [1, 5]
+
+
 def test_forged_hits():
     coord = Coordinator([FullAttention(32)], 16, partial_hits=True)
     scheme = scheme_of(coord, [flat_layout(64)])

@@ -89,10 +89,6 @@ cdef class PlanPart:
         return indices
 
 
-cdef object plain_id(object entry, int64_t block):
-    return entry if PyLong_CheckExact(entry) else _id_int(entry, block)
-
-
 cdef bint is_null(object entry, int64_t null) noexcept:
     """Whether an id is that of the null block; one that does not fit is left to the layout."""
     cdef int overflow = 0
@@ -106,7 +102,8 @@ cdef int64_t as_null(object null_block) except -2:
 
 
 cdef list as_tables(object tables):
-    cdef list rows = tables if type(tables) is list else list(tables)
+    """The block tables, in a list that the own code of an entry or a mask cannot change."""
+    cdef list rows = list(tables)
     for row in rows:
         if type(row) is not list:
             raise TypeError(f"`tables` must hold lists, got {type(row).__name__}")
@@ -149,7 +146,9 @@ cdef PlanPart select_blocks(PlanGroup group, Bitset bits, int64_t origin, int64_
             break
         if block >= PyList_GET_SIZE(table):  # an entry's own code has shortened it
             raise BlockIdError(f"`block_ids` must not shrink while it is read, got {len(table)}")
-        entry = plain_id(<object>PyList_GET_ITEM(table, block), block)
+        entry = <object>PyList_GET_ITEM(table, block)  # kept: its own code can take it out
+        if not PyLong_CheckExact(entry):
+            entry = _id_int(entry, block)
         if is_null(entry, null):
             if missed[0] < 0:
                 missed[0] = block
@@ -334,8 +333,13 @@ def plan_save(tuple groups not None, BlockHashes hashes not None, masks, starts,
                 mark = min(mark, hole * group.size)
         if (tails and tokens % group.size and (group.full or (group.state and exact))
                 and end % group.writers == group.turn):
-            if have > end and not is_null(plain_id(table[end], end), null):
-                part.ids.append(plain_id(table[end], end))
+            entry = None
+            if have > end:
+                entry = table[end]
+                if not PyLong_CheckExact(entry):
+                    entry = _id_int(entry, end)
+            if entry is not None and not is_null(entry, null):
+                part.ids.append(entry)
                 part.last = end
                 part.boundary = tokens
             elif have <= end or group.full:
