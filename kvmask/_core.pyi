@@ -189,6 +189,7 @@ class LookupSums:
     lookup_store_seconds: Final[float]
     lookup_other_seconds: Final[float]
     def add(self, hit: Hit, failed: bool) -> None: ...
+    def totals(self) -> dict[str, float]: ...
 
 @disjoint_base
 class HitHints:

@@ -1,14 +1,16 @@
 """The memories of keys, and the counters of a KVTransfer."""
 
 import sys
+import threading
 
 import pytest
 from fake_store import EXIST, GET, PUT
 from rig import assert_loaded, digests, key, pair
 
-from kvmask import AbsenceMemo, FullAttention, PresenceMemo
+from kvmask import AbsenceMemo, FullAttention, Hit, PresenceMemo
 from kvmask.errors import MissingDependencyError
 from kvmask.plans import MALFORMED_ANSWER
+from kvmask.plans.metrics import COUNTERS, TransferStats
 
 
 def full_pair(**options):
@@ -167,6 +169,33 @@ def test_counters_add_up():
         target.kv.stats.nothing  # noqa: B018
     with pytest.raises(KeyError):
         target.kv.stats.add(nothing=1)
+
+
+def test_counters_of_one_moment():
+    """Lookups of other threads are in a snapshot whole, or not at all."""
+    stats, over = TransferStats(), threading.Event()
+    hit = Hit(16, (), (), asked=1, probes=1, present=1, exact_keys=1)
+
+    def count():
+        while not over.is_set():
+            stats.add_lookup(hit, False)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        for _ in range(50_000):
+            now = stats.snapshot()
+            assert now["lookups"] == now["asked_keys"] == now["present_keys"] == now["probes"]
+            assert now["exact_keys"] == now["lookups"]
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    now = stats.snapshot()
+    assert list(now) == list(COUNTERS)
+    assert now == {name: getattr(stats, name) for name in COUNTERS}
 
 
 def test_prometheus_text():

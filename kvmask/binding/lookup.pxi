@@ -466,7 +466,7 @@ cdef class LookupCore:
 cdef class LookupSums:
     """Sums over lookups, named as in kvmask.plans.metrics.COUNTERS.
 
-    An instance is added to without a lock: no other thread runs within `add`.
+    No lock is needed: no other thread runs between the first and the last sum of `add` or `totals`.
     """
 
     def add(self, hit, bint failed):
@@ -489,3 +489,23 @@ cdef class LookupSums:
         self.failed_lookups += failed
         self.lookup_store_seconds += inside
         self.lookup_other_seconds += outside
+
+    def totals(self):
+        """All sums at one moment, by name."""
+        # Read before anything is allocated: a collection lets other threads run.
+        cdef int64_t lookups = self.lookups, asked = self.asked_keys, present = self.present_keys
+        cdef int64_t exact = self.exact_keys, probes = self.probes, tokens = self.hit_tokens
+        cdef int64_t unknown = self.unknown_keys, failed = self.failed_lookups
+        cdef double inside = self.lookup_store_seconds, outside = self.lookup_other_seconds
+        return {
+            "lookups": lookups,
+            "asked_keys": asked,
+            "present_keys": present,
+            "exact_keys": exact,
+            "probes": probes,
+            "hit_tokens": tokens,
+            "unknown_keys": unknown,
+            "failed_lookups": failed,
+            "lookup_store_seconds": inside,
+            "lookup_other_seconds": outside,
+        }

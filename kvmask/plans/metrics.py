@@ -89,7 +89,11 @@ class TransferStats:
     def snapshot(self) -> dict[str, float]:
         """All counters at one moment."""
         with self._lock:
-            return {name: self.__getattr__(name) for name in COUNTERS}
+            values = dict(self._values)
+            sums = self._sums.totals()
+        for name, amount in sums.items():
+            values[name] += amount
+        return values
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{k}={v:g}" for k, v in self.snapshot().items() if v)
