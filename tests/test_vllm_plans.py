@@ -16,7 +16,7 @@ from vllm_oracle import digest, engine
 
 from kvmask.groups import FullAttention
 from kvmask.plans import DEFAULT_COSTS
-from kvmask.vllm import binding, layouts, loading, lookup, saving, schemes, seams
+from kvmask.vllm import binding, layouts, loading, lookup, rules, saving, schemes, seams
 from kvmask.vllm.policy import ReceivingPolicy, SendingPolicy
 
 pytestmark = pytest.mark.vllm
@@ -78,6 +78,31 @@ def test_steps_that_are_changed_in_place_are_seen() -> None:
     steps[0] = 4
     assert plans_of(thread, steps) is not first
     assert plans_of(thread, steps).scheme.groups[0].writers == 4
+
+
+def test_what_had_no_value_is_seen_when_it_gets_one() -> None:
+    thread = sender(plain_case())
+    coord = thread.coord
+    assert coord.retention_interval is None
+    first = rules.rules_of(coord)
+    assert rules.rules_of(coord) is first
+    coord.retention_interval = 64
+    assert rules.rules_of(coord) is not first
+
+
+def test_a_coordinator_that_becomes_another_is_left_to_stock() -> None:
+    case = plain_case()
+    worker = pair.lookup_worker(case, "kvmask", pair.Script(0, set()))
+    first = lookup.scheme_of_worker(worker)
+    assert first is not None
+    assert lookup.scheme_of_worker(worker) is first
+    stock = type(worker.coord)
+
+    class Other(stock):  # type: ignore[misc,valid-type]
+        kvmask_own = False
+
+    worker.coord.__class__ = Other
+    assert lookup.scheme_of_worker(worker) is None
 
 
 def test_turns_rotate_with_the_group_and_the_rank() -> None:

@@ -58,11 +58,8 @@ def seen(thing: Any, *names: str) -> list[tuple[Any, str, Any]]:
 
     Args:
         thing: The object.
-        names: The attributes. Of a list it is seen when it changes in place, too.
+        names: The attributes. Of a list it is seen when its items are others, but not when one of
+            them changes in place.
     """
-    found = ((name, getattr(thing, name, None)) for name in names)
-    return [
-        (thing, name, list(value) if type(value) is list else value)
-        for name, value in found
-        if value is not None
-    ]
+    found = ((name, getattr(thing, name)) for name in names if hasattr(thing, name))
+    return [(thing, name, list(value) if type(value) is list else value) for name, value in found]

@@ -115,6 +115,7 @@ def scheme_of_worker(worker: Any) -> Scheme | None:
     if kept is not None and same_attributes(kept[0]):
         scheme: Scheme | None = kept[1]
         return scheme
+    attributes = seen(worker, "coord", "_lookup_key_prefixes")
     coord, prefixes = worker.coord, worker._lookup_key_prefixes
     rules = rules_of(coord) if is_stock_coordinator(coord) else None
     if rules is None:
@@ -122,8 +123,7 @@ def scheme_of_worker(worker: Any) -> Scheme | None:
     sizes = [db.block_size for db in worker.token_dbs]
     groups = Groups(coord, worker._kv_cache_groups, sizes, prefixes, worker.hash_block_size)
     scheme = groups.scheme(rules)
-    attributes = [*seen(worker, "coord", "_lookup_key_prefixes"), *rules.seen]
-    state(worker)["scheme"] = (attributes, scheme)
+    state(worker)["scheme"] = ([*attributes, *seen(coord, "__class__"), *rules.seen], scheme)
     return scheme
 
 
