@@ -5,6 +5,7 @@ import contextlib
 import copy
 import ctypes
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -619,6 +620,7 @@ TO_THE_CORE = [
     ),
     (lambda: _core.PlanGroup(None, 16), AttributeError),
     (lambda: _core.PlanGroup(GROUP.group, 0), ArgumentError),
+    (lambda: _core.PlanGroup(replace(GROUP.group, own=GROUP.group.own * 2), 16), ArgumentError),
     (lambda: _core.same_attributes(None), TypeError),
     (lambda: _core.same_attributes([None]), TypeError),
     (lambda: _core.same_attributes([()]), IndexError),
@@ -631,6 +633,13 @@ def test_what_plans_never_give_the_core_is_refused(i):
     call, error = TO_THE_CORE[i]
     with pytest.raises(error):
         call()
+
+
+def test_schemes_of_equal_parts_are_equal():
+    scheme = BOUND.scheme
+    assert replace(scheme) == scheme
+    assert hash(replace(scheme)) == hash(scheme)
+    assert replace(scheme, rank=1) != scheme
 
 
 def test_regions_of_wrong_kinds():

@@ -11,6 +11,10 @@ cdef class PlanGroup:
     Attributes:
         group: As it was given.
         num_bytes: Bytes of a block, one number per shard.
+
+    Raises:
+        ArgumentError: A number is out of range, or the group has memory and its layouts are not one
+            per shard.
     """
 
     def __cinit__(self, group, hash_block_size):
@@ -24,6 +28,11 @@ cdef class PlanGroup:
         self.state = group.kind == "state"
         self.own = as_builders(group.own)
         self.layouts = tuple(group.layouts)
+        if self.layouts and len(self.layouts) != len(self.own):
+            raise ArgumentError(
+                "`layouts` of a group must hold one layout per shard, "
+                f"got {len(self.layouts)} and {len(self.own)} shards of group {group.name!r}"
+            )
         self.num_bytes = []
         for layout in self.layouts:
             self.num_bytes.append(layout.block_bytes)
@@ -388,7 +397,7 @@ def describe_parts(list parts not None):
     for item in parts:
         part = <PlanPart?>item
         layouts = part.of.layouts
-        shards = len(layouts)
+        shards = len(part.of.own)
         if shards == 1:
             rows, pieces = layouts[0].addresses(part.ids)
         else:

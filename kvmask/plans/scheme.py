@@ -160,8 +160,8 @@ class Scheme:
     covers: bool = True
     namespaces: tuple[tuple[KeyBuilder, ...], ...] = field(init=False)
     cacheable: tuple[bool, ...] = field(init=False)
-    loaded: tuple[PlanGroup, ...] = field(init=False)
-    saved: tuple[PlanGroup, ...] = field(init=False)
+    loaded: tuple[PlanGroup, ...] = field(init=False, repr=False, compare=False)
+    saved: tuple[PlanGroup, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "namespaces", tuple(g.namespaces for g in self.groups))
