@@ -56,7 +56,7 @@ def test_explain_takes_groups_in_order_and_eagle_by_id(capsys):
     [
         (
             "explain --full 64 --swa 24,32 --hash-block 16 --tokens 64",
-            "kvmask: `block_size` must be a multiple of `hash_block_size`, got 24 and 16\n",
+            "kvmask: `BLOCK` must be a multiple of `--hash-block`, got 24 and 16\n",
         ),
         (
             "explain --hash-block 16 --tokens 64",
@@ -69,12 +69,12 @@ def test_explain_takes_groups_in_order_and_eagle_by_id(capsys):
         ),
         (
             "demo --tokens 100",
-            "kvmask: `tokens` must be a positive multiple of 256, got 100\n",
+            "kvmask: `--tokens` must be a positive multiple of 256, got 100\n",
         ),
     ],
 )
 def test_wrong_values_are_told_without_a_traceback(capsys, words, message):
-    assert main(words.split()) == 1
+    assert main(words.split()) == 2
     assert capsys.readouterr().err == message
 
 
@@ -92,11 +92,48 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"kvmask {kvmask.__version__}\n"
 
 
-@pytest.mark.parametrize("words", ["explain --swa 4 --hash-block 4 --tokens 4", "nonsense"])
-def test_wrong_usage_is_status_2(words):
-    with pytest.raises(SystemExit) as caught:
-        main(words.split())
-    assert caught.value.code == 2
+ASK = "why --full 16 --model m --seed s --tokens 1,2"
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        ("nonsense", 2),  # argparse refuses these
+        ("explain --swa 4 --hash-block 4 --tokens 4", 2),
+        ("explain --full x --tokens 4", 2),
+        ("key", 2),  # something is missing
+        ("key --tokens 1", 2),
+        ("explain --tokens 64", 2),
+        ("why --full 16 --model m --seed s", 2),
+        ("why --model m --tokens 1", 2),
+        ("key --model m --tokens 1 KEY", 2),  # something stands beside what excludes it
+        ("explain --full 16 --block-size 16 --tokens 64", 2),
+        (f"{ASK} --master h:1 --config x", 2),
+        (f"{ASK} --contract x", 2),
+        ("contract diff - -", 2),
+        ("demo --tokens 100", 2),  # a value is wrong
+        ("bench --tokens 1", 2),
+        ("key --model m --tokens 1 --algorithm x", 2),
+        ("key --model m --tokens 1 --set x", 2),
+        (f"{ASK} --release x", 2),
+        (f"{ASK} --try x", 2),
+        ("explain --full 16 --alignment 24 --tokens 64", 2),  # values do not fit each other
+        (f"{ASK} --tp 2 --dcp 3", 2),
+        ("key --model m --tokens nowhere", 1),  # a file is wrong
+        ("explain --config nowhere --tokens 64", 1),
+        ("contract show nowhere", 1),
+        ("key x", 1),  # a check fails
+        ("contract check nowhere", 1),
+        ("doctor --config nowhere", 1),
+    ],
+)
+def test_wrong_usage_is_status_2_and_the_rest_is_1(words, status, capsys):
+    try:
+        found = main(words.split())
+    except SystemExit as error:
+        found = error.code
+    assert found == status
+    assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """`kvmask contract`: what it shows, what it notes, and what it keeps to itself."""
 
+import io
 import json
 import os
 
@@ -79,7 +80,7 @@ def test_the_seed_is_shown_only_when_asked_for(write, capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["hash"]["seed"] == SECRET
     bare = write("bare.json", contract_of(), with_seed=False)
     for more in ([], ["--json"]):
-        assert main(["contract", "show", bare, "--show-seed", *more]) == 1
+        assert main(["contract", "show", bare, "--show-seed", *more]) == 2
         out, err = capsys.readouterr()
         assert out == ""
         assert "`--show-seed` needs a contract whose seed is known" in err
@@ -141,7 +142,7 @@ def test_check_compares_a_seed(write, capsys):
     assert "note" not in capsys.readouterr().out
     assert main(["contract", "check", path, "--seed", "another"]) == 1
     out = capsys.readouterr().out
-    assert "`seed` must be the one that the contract was made with" in out
+    assert "`--seed` must be the one that the contract was made with" in out
     assert "another" not in out
 
 
@@ -268,3 +269,50 @@ def test_files_that_are_no_contracts(tmp_path, capsys, text, message):
     path.write_text(text)
     assert main(["contract", "check", str(path)]) == 1
     assert message in capsys.readouterr().out
+
+
+def test_a_contract_from_stdin(write, capsys, monkeypatch):
+    contract, other = contract_of(), contract_of(seed="another")
+    path, apart = write("c.json", contract), write("other.json", other)
+    for words, status in (
+        (["show", "FILE"], 0),
+        (["show", "FILE", "--json"], 0),
+        (["check", apart, "FILE"], 0),
+        (["diff", "FILE", apart], 1),
+        (["diff", apart, "FILE"], 1),
+    ):
+        seen = []
+        for file in (path, "-"):
+            monkeypatch.setattr("sys.stdin", io.StringIO(contract.to_json(with_seed=True)))
+            assert (
+                main(["contract", *(file if word == "FILE" else word for word in words)]) == status
+            )
+            seen.append(capsys.readouterr().out)
+        assert seen[0].replace(path, "-") == seen[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["show", "-"], 1, "kvmask: standard input: a contract must be JSON"),
+        (["check", "-"], 1, "FAIL -: a contract must be JSON"),
+        (["diff", "-", "GOOD"], 2, "kvmask: standard input: a contract must be JSON"),
+        (["check", "-", "-"], 2, "`FILE` must be - at most once, got it more often"),
+        (["diff", "-", "-"], 2, "`FILE` must be - at most once, got it more often"),
+    ],
+)
+def test_a_stdin_that_is_no_contract(write, capsys, monkeypatch, words, status, message):
+    good = write("good.json", contract_of())
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["contract", *(good if word == "GOOD" else word for word in words)]) == status
+    assert message in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("words", "status"), [(["show", "-"], 1), (["check", "-"], 1), (["diff", "-", "GOOD"], 2)]
+)
+def test_a_closed_stdin_has_no_contract(write, capsys, monkeypatch, words, status):
+    good = write("good.json", contract_of())
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["contract", *(good if word == "GOOD" else word for word in words)]) == status
+    assert "-: standard input is closed\n" in "".join(capsys.readouterr()).replace("'", "")

@@ -261,7 +261,7 @@ def test_configs_that_lack_something(tmp_path, capsys, change, message):
 @pytest.mark.parametrize("option", ["--block-size", "--kv-bytes"])
 def test_options_that_a_config_leaves_no_room_for_are_refused(capsys, option):
     words = ["explain", "--config", str(CONFIGS / "deepseek-v4-like.json"), "--tokens", "4096"]
-    assert main([*words, option, "2"]) == 1
+    assert main([*words, option, "2"]) == 2
     assert f"`{option}` must not be given for a config with `comp" in capsys.readouterr().err
 
 
@@ -296,19 +296,36 @@ def test_files_that_are_no_configs(tmp_path, capsys, text, message):
     ("words", "message"),
     [
         ("--config nowhere --full 16", "`--config` says which groups there are, got --full too"),
-        ("--config /", "`--config` must name a readable config.json, got '/config.json': No such"),
-        ("--config nowhere", "`--config` must name a readable config.json, got 'nowhere': No such"),
         ("--full 16 --block-size 16", "`--block-size` is for `--config`"),
         ("--full 16 --kv-bytes 2", "`--kv-bytes` is for `--config`"),
         ("--full 16 --prompt 32", "`--prompt` is for `--retention`, got 32 without it"),
         ("", "`explain` needs `--config` or at least one of --full"),
+        ("--full 16 --hash-block 5", "`BLOCK` must be a multiple of `--hash-block`, got 16 and 5"),
+        ("--full 16 --alignment 24", "`--alignment` must be a multiple of every group's `BLOCK`"),
+        ("--chunked 16,32 --eagle 0", "`--eagle` must be False for ChunkedLocal"),
+        (
+            f"--config {CONFIGS / 'gpt-oss-20b.json'} --hash-block 5",
+            "`--block-size` must be a multiple of `--hash-block`, got 16 and 5",
+        ),
+    ],
+)
+def test_wrong_arguments(capsys, words, message):
+    assert main(["explain", *words.split(), "--tokens", "64"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--config /", "`--config` must name a readable config.json, got '/config.json': No such"),
+        ("--config nowhere", "`--config` must name a readable config.json, got 'nowhere': No such"),
         (
             "--full 16 --svg /nowhere/x.svg",
             "`--svg` must name a file that can be written, got '/nowhere/x.svg': No such file",
         ),
     ],
 )
-def test_wrong_arguments(capsys, words, message):
+def test_files_that_cannot_be_used(capsys, words, message):
     assert main(["explain", *words.split(), "--tokens", "64"]) == 1
     assert message in capsys.readouterr().err
 

@@ -87,12 +87,12 @@ def test_numbers_out_of_range_are_wrong_usage(capsys, words, message):
         ),
         (
             "explain --full 1 --hash-block 1 --tokens 4294967296",
-            "`tokens` must give at most 268435456 blocks, got 4294967296",
+            "`--tokens` must give at most 268435456 blocks, got 4294967296",
         ),
     ],
 )
 def test_numbers_that_do_not_fit_each_other(capsys, words, message):
-    assert main(words.split()) == 1
+    assert main(words.split()) == 2
     out, err = capsys.readouterr()
     assert message in err
     assert out == ""
@@ -157,7 +157,7 @@ def test_closed_streams(shell):
     code, _, err = command(f"{DRAW} --tokens 64", shell=shell)
     assert (code, err) == (0, "")
     code, _, err = command(f"{DRAW} --tokens 63", shell=shell)
-    assert code == 1
+    assert code == 2
     assert "Traceback" not in err
 
 
@@ -213,7 +213,7 @@ def test_token_files(tmp_path, capsys, text, message):
 def test_options_that_would_do_nothing(tmp_path, capsys, words, message):
     path = tmp_path / "tokens"
     path.write_text(json.dumps(list(range(300))))
-    assert main([str(path) if word == "FILE" else word for word in words.split()]) == 1
+    assert main([str(path) if word == "FILE" else word for word in words.split()]) == 2
     assert message in capsys.readouterr().err
 
 

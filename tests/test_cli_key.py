@@ -98,8 +98,6 @@ def test_warnings_are_shown_once(tokens, capsys):
     ("args", "message"),
     [
         ([], "needs keys to take apart, or `--tokens`"),
-        (["foo"], "'foo' is not a key of vllm, ascend, sglang, lmcache, lmcache-objects or strict"),
-        (["foo", "--engine", "vllm"], "'foo' is not a key of vllm\n"),
         (["--tokens", "TOKENS", "--model", "m", "--set", "tp_rank=1_0"], "integer, got '1_0'"),
         (
             ["--engine", "strict", "--tokens", "TOKENS", "--model", "m", "--set", "tags=a"],
@@ -109,7 +107,6 @@ def test_warnings_are_shown_once(tokens, capsys):
             ["--engine", "sglang", "--tokens", "TOKENS", "--release", "0.32"],
             "`--release` is no part of the keys of 'sglang'",
         ),
-        (["--tokens", "/nowhere/x", "--model", "m"], "1,2,3, got '/nowhere/x': No such"),
         (["--tokens", "TOKENS"], "`--model` must be given"),
         (["--tokens", "TOKENS", "--model", "m", "--set", "x=1"], "`--set` must be NAME=VALUE"),
         (["--tokens", "TOKENS", "--model", "m", "--set", "tp_rank=a"], "must be an integer"),
@@ -127,6 +124,31 @@ def test_warnings_are_shown_once(tokens, capsys):
             ["--tokens", "TOKENS", "--model", "m", "--release", "0.28"],
             "random where PYTHONHASHSEED is not set",
         ),
+        (["--tokens", "", "--model", "m"], "`--tokens` must be a file, - or a list such as 1,2,3"),
+        (["--tokens", f"{1 << 63}", "--model", "m"], "token ids must be from 0 to 2**63 - 1"),
+        (["--tokens", "TOKENS", "--model", ""], "`--model` must name a model, got ''"),
+        (["--tokens", "TOKENS", "--model", "m", "--release", "x"], "`--release` must be a release"),
+        (
+            ["--tokens", "TOKENS", "--model", "m", "--set", "release=x"],
+            "`release` must be a release",
+        ),
+        (
+            ["--tokens", "TOKENS", "--model", "m", "--block-size", f"{1 << 32}"],
+            "`--block-size` must be from 1 to",
+        ),
+    ],
+)
+def test_wrong_usage(args, message, tokens, capsys):
+    assert main(["key", *(tokens if word == "TOKENS" else word for word in args)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["foo"], "'foo' is not a key of vllm, ascend, sglang, lmcache, lmcache-objects or strict"),
+        (["foo", "--engine", "vllm"], "'foo' is not a key of vllm\n"),
+        (["--tokens", "/nowhere/x", "--model", "m"], "1,2,3, got '/nowhere/x': No such"),
         (
             [f"a@b@m@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@{HEX}", "--engine", "vllm"],
             "fits several model names",
@@ -195,5 +217,5 @@ def test_deep_nesting(tmp_path, capsys):
 )
 def test_a_start_that_is_random_asks_for_the_option(capsys, monkeypatch, words):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    assert main([*words, "--model", "m"]) == 1
+    assert main([*words, "--model", "m"]) == 2
     assert "kvmask: `--seed` must be given for " in capsys.readouterr().err

@@ -209,7 +209,7 @@ def test_a_master_that_is_not_there(files, master, capsys):
     assert main(words(files, "--master", "127.0.0.1:1", "--timeout", "1")) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("kvmask: no Mooncake master answers at `master_server_address` 127.0.0.1")
+    assert err.startswith("kvmask: no Mooncake master answers at `--master` 127.0.0.1")
 
 
 def test_tokens_from_stdin_and_from_a_list(asked, capsys, monkeypatch):
@@ -221,6 +221,19 @@ def test_tokens_from_stdin_and_from_a_list(asked, capsys, monkeypatch):
         found.append(json.loads(capsys.readouterr().out))
     assert found[0] == found[1] == found[2]
     assert [found[0][name] for name in ("num_tokens", "exact_keys")] == [5, 1]
+
+
+def test_a_contract_from_stdin(files, asked, capsys, monkeypatch):
+    found = []
+    text = (files / "contract.json").read_text()
+    for given in (str(files / "contract.json"), "-"):
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        base = ["why", "--contract", given, "--seed", "a seed", "--master", "h:1", "--json"]
+        assert main([*base, "--tokens", "1,2,3"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1]
+    assert main([*base, "--tokens", "-"]) == 2
+    assert "`--contract` must not be - beside a prompt from stdin" in capsys.readouterr().err
 
 
 def test_salt_and_adapter_change_the_keys(asked, capsys):
@@ -282,11 +295,6 @@ def test_colours_and_the_width_of_a_terminal(files, asked, monkeypatch, capsys):
         ([], "exactly one of `--tokens`, `--text` and `--text-file` must be given, got none"),
         (["--text", "a"], "`--tokenizer` must name a tokenizer.json for `--text`, got none"),
         (["--tokens", "1", "--tokenizer", "t"], "`--tokenizer` is for text, got it beside"),
-        (["--tokens", "nowhere.json"], "1,2,3, got 'nowhere.json': No such file"),
-        (["--tokens", os.devnull], "the prompt must have at least one token, got none"),
-        (["--tokens", "1,,2"], "must name a readable file, or be a list such as 1,2,3, got '1,,2'"),
-        (["--text-file", "nowhere", "--tokenizer", "."], "`--text-file` must name a readable file"),
-        (["--text", "a", "--tokenizer", "nowhere"], "`--tokenizer` must be a tokenizer.json or a"),
         (["--tokens", "1", "--try", "colour=red"], "`--try` must be NAME=VALUE with a name out"),
         (["--tokens", "1", "--try", "seed"], "`--try` must be NAME=VALUE"),
         (["--tokens", "1", "--max-keys", "5"], "`--max-keys` bounds `--near` and `--try`, got 5"),
@@ -298,9 +306,15 @@ def test_colours_and_the_width_of_a_terminal(files, asked, monkeypatch, capsys):
         ),
         (["--tokens", "1", "--master", "h:1", "--config", "x"], "`--config` and `--master` excl"),
         (["--tokens", "1", "--swa", "16"], ""),
-        (["--tokens", "1", "--tp", "2"], "`kv_heads` or `replication` of group '0' must be given"),
+        (["--tokens", "1", "--tp", "2"], "`--kv-heads` of group '0' must be given with `--tp` "),
+        (["--tokens", "1", "--tp", "2", "--dcp", "3"], "`--tp` must be a multiple of `--dcp`"),
+        (["--tokens", "1", "--hash-block", "5"], "`BLOCK` must be a multiple of `--hash-block`"),
+        (["--tokens", "1", "--release", "x"], "`--release` must be a vLLM release"),
+        (["--tokens", "1", "--master", "a b"], "`--master` must be host:port, got 'a b'"),
+        (["--tokens", ""], "`--tokens` must be a file, - or a list such as 1,2,3, got no text"),
+        (["--text", "", "--tokenizer", "t"], "`--text` must be some text, got none"),
         (["--tokens", "1", "--engine", "sglang"], "`--engine` must be one whose digests"),
-        (["--tokens", "1", "--algorithm", "md5"], "`algorithm` must be one of sha256"),
+        (["--tokens", "1", "--algorithm", "md5"], "`--algorithm` must be one of sha256"),
         (["--tokens", "1", "--set", "colour=red"], "`--set` must be NAME=VALUE"),
     ],
 )
@@ -310,7 +324,23 @@ def test_wrong_arguments(asked, capsys, more, message):
         with pytest.raises(SystemExit):
             main([*base, *more])
         return
-    assert main([*base, *more]) == 1
+    assert main([*base, *more]) == 2
+    assert message in capsys.readouterr().err
+    assert asked.settings == []
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--tokens", "nowhere.json"], "1,2,3, got 'nowhere.json': No such file"),
+        (["--tokens", os.devnull], "the prompt must have at least one token, got none"),
+        (["--tokens", "1,,2"], "must name a readable file, or be a list such as 1,2,3, got '1,,2'"),
+        (["--text-file", "nowhere", "--tokenizer", "."], "`--text-file` must name a readable file"),
+        (["--text", "a", "--tokenizer", "nowhere"], "`--tokenizer` must be a tokenizer.json or a"),
+    ],
+)
+def test_files_that_cannot_be_used(asked, capsys, more, message):
+    assert main(["why", "--full", "16", "--model", "m", "--seed", "s", *more]) == 1
     assert message in capsys.readouterr().err
     assert asked.settings == []
 
@@ -323,7 +353,7 @@ def test_wrong_arguments(asked, capsys, more, message):
     ],
 )
 def test_too_little_is_told(asked, capsys, more, message):
-    assert main(["why", "--tokens", "1", *more]) == 1
+    assert main(["why", "--tokens", "1", *more]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -332,7 +362,7 @@ def test_too_little_is_told(asked, capsys, more, message):
     [(["--full", "16"], "--full"), (["--model", "m"], "--model"), (["--kv-heads", "8"], "--kv-")],
 )
 def test_a_file_says_all_of_a_contract(files, asked, capsys, more, option):
-    assert main(words(files, *more)) == 1
+    assert main(words(files, *more)) == 2
     assert (
         f"`--contract` must stand without the options that describe a contract, got {option}"
         in capsys.readouterr().err
@@ -343,7 +373,7 @@ def test_a_contract_without_its_seed_cannot_hash(tmp_path, asked, capsys, monkey
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     CONTRACT.write(tmp_path / "contract.json")
     base = ["why", "--contract", str(tmp_path / "contract.json"), "--tokens", "1,2"]
-    assert main([*base, "--master", "h:1"]) == 1
+    assert main([*base, "--master", "h:1"]) == 2
     assert "`--seed` must be given for a contract file without its seed" in capsys.readouterr().err
     assert main([*base, "--master", "h:1", "--seed", "a seed"]) == 0
 
@@ -397,7 +427,7 @@ def test_bytes_that_are_no_text_are_told(tmp_path, asked, capsys, monkeypatch):
     """Python reads such a byte of the command line, or of stdin in the C locale, as a surrogate."""
     (tmp_path / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     base = ["why", "--full", "2", "--model", "m", "--master", "h:1", "--tokenizer", str(tmp_path)]
-    assert main([*base, "--text", "a\udcffb"]) == 1
+    assert main([*base, "--text", "a\udcffb"]) == 2
     assert "the text must be valid Unicode, got surrogates" in capsys.readouterr().err
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\udcffb"))
     assert main([*base, "--text-file", "-"]) == 1
@@ -438,7 +468,7 @@ def test_a_list_may_be_longer_than_a_name_of_a_file(asked, capsys):
     assert main([*words, "--tokens", f"{ids}x"]) == 1
     assert "0,1,2" in (err := capsys.readouterr().err)
     assert len(err) < 320
-    assert main([*words, "--tokens", "9" * 5000]) == 1
+    assert main([*words, "--tokens", "9" * 5000]) == 2
     assert "`--tokens` must hold integers, got '999" in (err := capsys.readouterr().err)
     assert len(err) < 320
 
@@ -454,7 +484,7 @@ def test_the_command_as_users_run_it(files):
         text=True,
         timeout=60,
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr == (
         f"kvmask: `--config` or `--master` must be given when ${mooncake.CONFIG_ENV} and "
         "$MOONCAKE_MASTER are not set, got neither\n"

@@ -20,8 +20,9 @@ from kvmask.cli.key import add_key_command
 from kvmask.cli.numbers import number
 from kvmask.cli.quiet import quiet_connect
 from kvmask.cli.terminal import Progress
+from kvmask.cli.usage import UsageError
 from kvmask.cli.why import add_why_command
-from kvmask.errors import ArgumentError, KVMaskError
+from kvmask.errors import KVMaskError
 
 
 def run_doctor(args: argparse.Namespace) -> int:
@@ -56,9 +57,7 @@ def run_bench(args: argparse.Namespace) -> int:
         least = max(group.block_size for group in measure.SHAPES[shape][0])
         for tokens in args.tokens:
             if tokens < least:
-                raise ArgumentError(
-                    f"`--tokens` must be at least {least} for {shape!r}, got {tokens}"
-                )
+                raise UsageError(f"`--tokens` must be at least {least} for {shape!r}, got {tokens}")
     header = f"{'shape':12} {'tokens':>8}  {'step':24} {'us':>10} {'items':>8} {'ns each':>8}"
     print(header, flush=True)
     for shape in shapes:
@@ -212,10 +211,14 @@ def _drop_stdout() -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    failed = 1
     try:
         status: int = args.run(args)
         sys.stdout.flush()
         return status
+    except UsageError as error:
+        print(f"kvmask: {error}", file=sys.stderr)
+        failed = 2
     except KVMaskError as error:
         print(f"kvmask: {error}", file=sys.stderr)
     except BrokenPipeError:
@@ -228,7 +231,7 @@ def _run(args: argparse.Namespace) -> int:
         sys.stdout.flush()
     except OSError:
         _drop_stdout()
-    return 1
+    return failed
 
 
 def main(argv: Sequence[str] | None = None) -> int:

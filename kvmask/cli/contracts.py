@@ -7,24 +7,24 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvmask.cli.commands import add_command
 from kvmask.cli.explain import counted, describe
 from kvmask.cli.files import why
 from kvmask.cli.key import printed
-from kvmask.cli.options import read_contract
+from kvmask.cli.options import contract_text, read_contract
 from kvmask.cli.terminal import Paint
+from kvmask.cli.usage import UsageError, in_words_of_options
 from kvmask.contract import Contract
-from kvmask.contract.file import read_text
-from kvmask.errors import ArgumentError, KVMaskError
+from kvmask.errors import KVMaskError
 from kvmask.keys import StrictKeys
 
 
-def has_seed(path: str) -> bool:
-    """Whether a contract file holds its seed, or the start itself."""
-    found = json.loads(read_text(path)).get("hash") or {}
+def has_seed(text: str) -> bool:
+    """Whether the text of a contract holds its seed, or the start itself."""
+    found = json.loads(text).get("hash") or {}
     return "seed" in found or "start" in found
 
 
@@ -78,7 +78,7 @@ def run_show(args: argparse.Namespace) -> int:
     """Run `kvmask contract show`."""
     contract = read_contract(args.file, args.seed, "FILE")
     if args.show_seed and (contract.hashing is None or not contract.hashing.known):
-        raise ArgumentError("`--show-seed` needs a contract whose seed is known, got one without")
+        raise UsageError("`--show-seed` needs a contract whose seed is known, got one without")
     if args.json:
         sys.stdout.write(contract.to_json(with_seed=args.show_seed))
         return 0
@@ -87,11 +87,11 @@ def run_show(args: argparse.Namespace) -> int:
     return 0
 
 
-def notes(path: str, contract: Contract) -> Iterator[str]:
+def notes(path: str, text: str, contract: Contract) -> Iterator[str]:
     """What is not wrong with a contract file, and worth knowing."""
     hashing = contract.hashing
-    mode = stat.S_IMODE(os.stat(path).st_mode)
-    if has_seed(path) and mode & 0o077:
+    mode = 0 if path == "-" else stat.S_IMODE(os.stat(path).st_mode)
+    if has_seed(text) and mode & 0o077:
         yield f"the file holds the seed, and others can read it (mode {mode:04o}): chmod 600"
     if hashing is not None and not hashing.known:
         yield "its seed is not known here, so it takes digests and no token ids; see --seed"
@@ -103,15 +103,24 @@ def notes(path: str, contract: Contract) -> Iterator[str]:
             )
 
 
+def one_stdin(paths: Sequence[str]) -> None:
+    """Refuse standard input that is named twice: it can be read once."""
+    if paths.count("-") > 1:
+        raise UsageError("`FILE` must be - at most once, got it more often")
+
+
 def run_check(args: argparse.Namespace) -> int:
     """Run `kvmask contract check`."""
+    one_stdin(args.files)
+    names = {"path": "FILE"} if args.seed is None else {"path": "FILE", "seed": "--seed"}
     good = True
     for path in args.files:
         try:
-            contract = Contract.read(path, seed=args.seed)
-            found = list(notes(path, contract))
+            text = contract_text(path)
+            contract = Contract.from_json(text, seed=args.seed)
+            found = list(notes(path, text, contract))
         except (KVMaskError, TypeError, OSError) as error:
-            print(f"FAIL {path}: {why(error)}")
+            print(f"FAIL {path}: {in_words_of_options(why(error), names)}")
             good = False
             continue
         groups = counted(len(contract.groups), "group")
@@ -148,6 +157,7 @@ def share_keys(left: Contract, right: Contract) -> bool:
 
 def run_diff(args: argparse.Namespace) -> int:
     """Run `kvmask contract diff`."""
+    one_stdin(args.files)
     try:
         left, right = (read_contract(path, name="FILE") for path in args.files)
         found = left.differences(right)
@@ -203,7 +213,7 @@ def add_contract_command(commands: Any) -> None:
         "Print what a contract file says. The seed is not printed unless asked for.",
         "kvmask contract show contract.json",
     )
-    show.add_argument("file", metavar="FILE", help="the contract")
+    show.add_argument("file", metavar="FILE", help="the contract, - for stdin")
     show.add_argument("--json", action="store_true", help="print its JSON, without the seed")
     show.add_argument("--show-seed", action="store_true", help="print the seed too")
     show.set_defaults(run=run_show)
@@ -216,7 +226,7 @@ def add_contract_command(commands: Any) -> None:
         "one of them cannot be read.",
         "kvmask contract check contract.json",
     )
-    check.add_argument("files", metavar="FILE", nargs="+", help="the contracts")
+    check.add_argument("files", metavar="FILE", nargs="+", help="the contracts, - for stdin")
     check.set_defaults(run=run_check)
     for command in (show, check):
         command.add_argument("--seed", help="the hash seed, where the file does not hold it")
@@ -229,6 +239,6 @@ def add_contract_command(commands: Any) -> None:
         "differ, with 2 if one cannot be read. Seeds are compared by a digest, never printed.",
         "kvmask contract diff contract.json other.json",
     )
-    diff.add_argument("files", metavar="FILE", nargs=2, help="the two contracts")
+    diff.add_argument("files", metavar="FILE", nargs=2, help="the two contracts, - for stdin")
     diff.add_argument("--json", action="store_true", help="print JSON")
     diff.set_defaults(run=run_diff)

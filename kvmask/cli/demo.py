@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 
 from kvmask import mooncake
 from kvmask.cli.explain import describe
+from kvmask.cli.usage import UsageError
 from kvmask.contract import Contract
 from kvmask.coordinator import Coordinator, Hit
-from kvmask.errors import AlignmentError, ArgumentError, MissingDependencyError
+from kvmask.errors import ArgumentError, MissingDependencyError
 from kvmask.groups import FullAttention, Group, SlidingWindow
 from kvmask.keys.vllm import VllmKeys
 from kvmask.layout import KVLayout
@@ -266,11 +267,11 @@ def run(
     """
     coord = Coordinator(GROUPS, hash_block_size=HASH_BLOCK)
     if num_tokens < coord.alignment or num_tokens % coord.alignment:
-        raise AlignmentError(
-            f"`tokens` must be a positive multiple of {coord.alignment}, got {num_tokens}"
+        raise UsageError(
+            f"`--tokens` must be a positive multiple of {coord.alignment}, got {num_tokens}"
         )
     if num_tokens > MAX_TOKENS:
-        raise ArgumentError(f"`tokens` must be at most {MAX_TOKENS}, got {num_tokens}")
+        raise UsageError(f"`--tokens` must be at most {MAX_TOKENS}, got {num_tokens}")
     begin("make tensors")
     tensors = Memory(memory)
     blocks = [num_tokens // g.block_size for g in GROUPS]

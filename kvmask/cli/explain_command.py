@@ -11,11 +11,18 @@ from kvmask.cli.explain import counted, draw, picture_of, savings, size_text
 from kvmask.cli.files import unusable
 from kvmask.cli.models import Layers, Model, model_of, read_config
 from kvmask.cli.numbers import natural, number, positive
-from kvmask.cli.options import GROUPS, add_group_options, common_block, flag_eagle, make_groups
+from kvmask.cli.options import (
+    GROUP_NAMES,
+    GROUPS,
+    add_group_options,
+    common_block,
+    flag_eagle,
+    make_groups,
+)
 from kvmask.cli.svg import svg
 from kvmask.cli.terminal import Paint, picture_width
+from kvmask.cli.usage import UsageError, named
 from kvmask.coordinator import Coordinator
-from kvmask.errors import ArgumentError
 
 # "  lookup " before a picture, and counts after it.
 _BESIDE = 30
@@ -26,15 +33,15 @@ def _model(args: argparse.Namespace) -> Model | None:
     if args.config is None:
         for name in ("block_size", "kv_bytes"):
             if getattr(args, name) is not None:
-                raise ArgumentError(
+                raise UsageError(
                     f"`--{name.replace('_', '-')}` is for `--config`, got it without one"
                 )
         return None
     if args.groups:
-        raise ArgumentError(
-            f"`--config` says which groups there are, got --{args.groups[0][0]} too"
-        )
-    return model_of(read_config(args.config), args.block_size, args.kv_bytes)
+        raise UsageError(f"`--config` says which groups there are, got --{args.groups[0][0]} too")
+    given = {"block_size": "--block-size"} if args.block_size is not None else {}
+    with named(given):
+        return model_of(read_config(args.config), args.block_size, args.kv_bytes)
 
 
 def _details(layers: Layers) -> str:
@@ -49,37 +56,42 @@ def run_explain(args: argparse.Namespace) -> int:
     model = _model(args)
     if model is None and not args.groups:
         options = ", ".join(f"--{option}" for option in GROUPS)
-        raise ArgumentError(f"`explain` needs `--config` or at least one of {options}")
+        raise UsageError(f"`explain` needs `--config` or at least one of {options}")
     if args.prompt is not None and args.retention is None:
-        raise ArgumentError(f"`--prompt` is for `--retention`, got {args.prompt} without it")
+        raise UsageError(f"`--prompt` is for `--retention`, got {args.prompt} without it")
     if model is None:
         groups = make_groups(args.groups, args.eagle)
     else:
         groups = flag_eagle(model.groups, args.eagle)
-    coord = Coordinator(
-        groups,
-        hash_block_size=args.hash_block or common_block(groups),
-        alignment=args.alignment,
-        retention_interval=args.retention,
-        partial_hits=args.partial,
-    )
+    names = GROUP_NAMES | {"retention_interval": "--retention", "tokens": "--tokens"}
+    if model is not None:
+        names |= {"block_size": "--block-size", "groups": "--config"}
+    with named(names):
+        coord = Coordinator(
+            groups,
+            hash_block_size=args.hash_block or common_block(groups),
+            alignment=args.alignment,
+            retention_interval=args.retention,
+            partial_hits=args.partial,
+        )
     if args.tokens < coord.hit_alignment:
-        raise ArgumentError(
+        raise UsageError(
             f"`--tokens` must be at least {coord.hit_alignment}, because hits are multiples of "
             f"that, got {args.tokens}"
         )
     drawn = coord.align(args.tokens)
     if args.start >= drawn:
-        raise ArgumentError(
+        raise UsageError(
             f"`--start` must be less than the {drawn} tokens that are drawn, got {args.start}"
         )
-    picture = picture_of(
-        coord,
-        args.tokens,
-        start_token=args.start,
-        num_prompt_tokens=args.prompt,
-        states=model is not None,
-    )
+    with named(names):
+        picture = picture_of(
+            coord,
+            args.tokens,
+            start_token=args.start,
+            num_prompt_tokens=args.prompt,
+            states=model is not None,
+        )
     details = () if model is None else tuple(map(_details, model.layers))
     name = "" if model is None else model.name
     if args.svg is not None:

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvmask._core import BlockHashes, shown
+from kvmask._core import BlockHashes, TokenIds, shown
 from kvmask.cli.commands import add_command
 from kvmask.cli.files import unusable
 from kvmask.cli.numbers import natural, plain_integer, positive
+from kvmask.cli.usage import UsageError, named
 from kvmask.errors import ArgumentError, HashInputError, KeyFormatError, KeyFormatWarning
 from kvmask.hashing.chain import ALGORITHMS, hash_tokens, start_hash
 from kvmask.hashing.extra_keys import block_extra_keys
@@ -61,10 +62,17 @@ def read_tokens(path: str) -> list[int]:
     Raises:
         ArgumentError: It cannot be read, or holds something else than integers.
     """
+    if not path.strip():
+        raise UsageError("`--tokens` must be a file, - or a list such as 1,2,3, got no text")
     # `Path.exists` raises where a list is longer than a name of a file may be.
     if _LIST.fullmatch(path) and not os.path.exists(path):
         words = [word.strip() for word in path.split(",")]
-        return [token_id(word, i) for i, word in enumerate(words) if word]
+        try:
+            ids = [token_id(word, i) for i, word in enumerate(words) if word]
+            TokenIds(ids)
+        except ArgumentError as error:
+            raise UsageError(str(error)) from None
+        return ids
     if path == "-" and sys.stdin is None:
         raise ArgumentError("`--tokens` must be readable, got - and a closed standard input")
     try:
@@ -107,19 +115,19 @@ def convert(name: str, text: str, hint: Any) -> Any:
     if typing.get_origin(hint) is Mapping:
         pairs = [pair.partition("=") for pair in text.split(",") if pair]
         if not all(equals for _, equals, _ in pairs):
-            raise ArgumentError(
+            raise UsageError(
                 f"`{name}` must be NAME=VALUE, or several with commas between them, got {text!r}"
             )
         return {key: value for key, _, value in pairs}
     kinds = typing.get_args(hint) or (hint,)
     if bool in kinds:
         if text.lower() not in ("true", "false"):
-            raise ArgumentError(f"`{name}` must be true or false, got {text!r}")
+            raise UsageError(f"`{name}` must be true or false, got {text!r}")
         return text.lower() == "true"
     if int in kinds:
         value = plain_integer(text)
         if value is None:
-            raise ArgumentError(f"`{name}` must be an integer, got {shown(text)}")
+            raise UsageError(f"`{name}` must be an integer, got {shown(text)}")
         return value
     return text
 
@@ -128,27 +136,42 @@ def make_schema(args: argparse.Namespace) -> KeySchema:
     """Create the key schema that the options describe."""
     fields = schema_fields(args.engine)
     given: dict[str, Any] = {}
+    said: dict[str, str] = {}
     for option in ("model", "tp_rank", "pp_rank", "group", "release"):
         value = getattr(args, option)
         if value is None:
             continue
         name = SHORT.get(args.engine, {}).get(option, "group_id" if option == "group" else option)
         if name not in fields:
-            raise ArgumentError(
+            raise UsageError(
                 f"`--{option.replace('_', '-')}` is no part of the keys of {args.engine!r}, whose "
                 f"parts are {', '.join(fields)}"
             )
-        given[name] = value
+        given[name], said[name] = value, f"--{option.replace('_', '-')}"
     for pair in args.set or ():
         name, equals, text = pair.partition("=")
         if not equals or name not in fields:
-            raise ArgumentError(
+            raise UsageError(
                 f"`--set` must be NAME=VALUE with a name out of {', '.join(fields)}, got {pair!r}"
             )
-        given[name] = convert(name, text, fields[name])
+        given[name], said[name] = convert(name, text, fields[name]), name
     if "model" not in given and args.engine != "sglang":
-        raise ArgumentError("`--model` must be given to make keys, got none")
-    return typing.cast(Callable[..., KeySchema], ENGINES[args.engine])(**given)
+        raise UsageError("`--model` must be given to make keys, got none")
+    with named(said):
+        return typing.cast(Callable[..., KeySchema], ENGINES[args.engine])(**given)
+
+
+# Arguments of the library that make hashes, and the options that give them.
+_HASH_NAMES = {
+    "block_size": "--block-size",
+    "page_size": "--block-size",
+    "chunk_size": "--block-size",
+    "algorithm": "--algorithm",
+    "seed": "--seed",
+    "cache_salt": "--salt",
+    "adapter": "--adapter",
+    "release": "--release",
+}
 
 
 def make_hashes(args: argparse.Namespace, tokens: list[int]) -> tuple[BlockHashes, int, int]:
@@ -164,15 +187,13 @@ def make_hashes(args: argparse.Namespace, tokens: list[int]) -> tuple[BlockHashe
     block = args.block_size or 16
     size = args.hash_block or block
     if block % size:
-        raise ArgumentError(
+        raise UsageError(
             f"`--block-size` must be a multiple of `--hash-block`, got {block} and {size}"
         )
     release = args.release if args.engine == "vllm" and args.release else "0.32"
     algorithm = args.algorithm or "sha256"
     if algorithm not in ALGORITHMS:
-        raise ArgumentError(
-            f"`--algorithm` must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}"
-        )
+        raise UsageError(f"`--algorithm` must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
     extras = None
     if args.salt or args.adapter:
         extras = block_extra_keys(
@@ -192,15 +213,16 @@ def make_hashes(args: argparse.Namespace, tokens: list[int]) -> tuple[BlockHashe
 
 def start_of(algorithm: str, seed: str | None, release: str) -> bytes:
     """`start_hash` for a command, whose user has an option and no arguments."""
-    try:
-        return start_hash(algorithm, seed, release)
-    except HashInputError:
-        if seed is not None:
-            raise
-        raise ArgumentError(
-            f"`--seed` must be given for {algorithm} of vLLM {release}, whose start is random "
-            "where PYTHONHASHSEED is not set, got none"
-        ) from None
+    with named(_HASH_NAMES):
+        try:
+            return start_hash(algorithm, seed, release)
+        except HashInputError:
+            if seed is not None:
+                raise
+            raise UsageError(
+                f"`--seed` must be given for {algorithm} of vLLM {release}, whose start is random "
+                "where PYTHONHASHSEED is not set, got none"
+            ) from None
 
 
 def parts(schema: KeySchema) -> Iterator[tuple[str, Any]]:
@@ -277,12 +299,12 @@ def check_options(args: argparse.Namespace) -> None:
             continue
         name = f"--{option.replace('_', '-')}"
         if args.keys:
-            raise ArgumentError(
+            raise UsageError(
                 f"`{name}` makes keys, and KEY is one to take apart: give one of them, "
                 f"got {getattr(args, option)!r} and {args.keys[0]!r}"
             )
         if args.engine not in engines:
-            raise ArgumentError(
+            raise UsageError(
                 f"`{name}` must not be given for {args.engine!r}, whose keys do not depend on it"
             )
 
@@ -294,12 +316,13 @@ def _run(args: argparse.Namespace) -> int:
         read = [show_parts(key, engines, args.json) for key in args.keys]
         return 0 if all(read) else 1
     if args.tokens is None:
-        raise ArgumentError("`key` needs keys to take apart, or `--tokens` to make some")
+        raise UsageError("`key` needs keys to take apart, or `--tokens` to make some")
     args.engine = args.engine or "vllm"
     check_options(args)
     tokens = read_tokens(args.tokens)
     schema = make_schema(args)
-    hashes, size, scale = make_hashes(args, tokens)
+    with named(_HASH_NAMES):
+        hashes, size, scale = make_hashes(args, tokens)
     keys = schema.keys(hashes, scale=scale)
     step = size * scale
     if not keys:

@@ -26,6 +26,7 @@ from typing import Any
 
 from kvmask._core import check_integer, shown
 from kvmask.cli.files import unusable
+from kvmask.cli.usage import UsageError
 from kvmask.errors import ArgumentError
 from kvmask.groups import ChunkedLocal, FullAttention, Group, Mamba, SlidingWindow
 
@@ -191,7 +192,7 @@ def model_of(
     if config.has("compress_ratios"):
         for option, given in (("--block-size", block_size), ("--kv-bytes", kv_bytes)):
             if given is not None:
-                raise ArgumentError(
+                raise UsageError(
                     f"`{option}` must not be given for a config with `compress_ratios`, whose "
                     f"blocks and packing are vLLM's, got {given}"
                 )

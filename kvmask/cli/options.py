@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 from kvmask.cli.files import unusable
 from kvmask.cli.key import ENGINES, make_schema, start_of
 from kvmask.cli.numbers import natural, number, positive
+from kvmask.cli.usage import UsageError, in_words_of_options, named
 from kvmask.contract import Contract
+from kvmask.contract.file import MAX_CHARACTERS, read_text
 from kvmask.errors import ArgumentError, KVMaskError
 from kvmask.groups import ChunkedLocal, FullAttention, Group, Mamba, SlidingWindow
 from kvmask.hashing.chain import ALGORITHMS
@@ -29,6 +32,33 @@ GROUPS: dict[str, tuple[Any, tuple[str, ...], str, str]] = {
         "a chunked local attention group",
     ),
     "mamba": (Mamba, ("block_size",), "BLOCK", "a state group"),
+}
+
+# Arguments of the library that the options of groups give. The sizes of a group have no option of
+# their own, so they have the names that the help of `GROUPS` gives them.
+GROUP_NAMES = {
+    "block_size": "BLOCK",
+    "window": "WINDOW",
+    "chunk_size": "CHUNK",
+    "hash_block_size": "--hash-block",
+    "alignment": "--alignment",
+    "partial_hits": "--partial",
+    "eagle": "--eagle",
+    "groups": ", ".join(f"--{option}" for option in GROUPS),
+}
+# Those that the other options of a contract give. `replication` has none.
+_CONTRACT_NAMES = {
+    "kv_heads` or `replication": "--kv-heads",
+    "kv_heads": "--kv-heads",
+    "tp_size` (or `store_tp_size`) * `pp_size": "--tp` * `--pp",
+    "tp_size": "--tp",
+    "pp_size": "--pp",
+    "dcp_size": "--dcp",
+    "pcp_size": "--pcp",
+    "algorithm": "--algorithm",
+    "seed": "--seed",
+    "release": "--release",
+    "model": "--model",
 }
 
 
@@ -56,7 +86,8 @@ def make_groups(given: Sequence[tuple[str, list[int]]], eagle: Sequence[int] | N
     groups: list[Group] = []
     for option, numbers in given:
         make, names, _, _ = GROUPS[option]
-        groups.append(make(**dict(zip(names, numbers, strict=True))))
+        with named(GROUP_NAMES):
+            groups.append(make(**dict(zip(names, numbers, strict=True))))
     return flag_eagle(groups, eagle)
 
 
@@ -70,14 +101,15 @@ def flag_eagle(groups: Sequence[Group], eagle: Sequence[int] | None) -> list[Gro
     if eagle is None:
         return list(groups)
     if any(not 0 <= g < len(groups) for g in eagle):
-        raise ArgumentError(
+        raise UsageError(
             f"`--eagle` must name groups from 0 to {len(groups) - 1}, "
             f"got {' '.join(map(str, eagle))}"
         )
-    return [
-        replace(group, eagle=g in eagle if eagle else group.drops_for_eagle)  # type: ignore[type-var]
-        for g, group in enumerate(groups)
-    ]
+    with named(GROUP_NAMES):
+        return [
+            replace(group, eagle=g in eagle if eagle else group.drops_for_eagle)  # type: ignore[type-var]
+            for g, group in enumerate(groups)
+        ]
 
 
 def add_group_options(parser: Any) -> None:
@@ -152,11 +184,23 @@ _OF_A_CONTRACT: dict[str, Any] = {
 }
 
 
+def contract_text(path: str) -> str:
+    """The text of a contract file, or of standard input; see `read_contract`."""
+    if path != "-":
+        return read_text(path)
+    if sys.stdin is None:
+        raise OSError("standard input is closed")
+    try:
+        return sys.stdin.read(MAX_CHARACTERS + 1)
+    except UnicodeDecodeError as error:
+        raise ArgumentError(f"`path` must be text in UTF-8, got - with {error.reason}") from None
+
+
 def read_contract(path: str, seed: str | None = None, name: str = "--contract") -> Contract:
     """The contract of a file. Of several files an error says which one is wrong.
 
     Args:
-        path: The file.
+        path: The file; "-" is standard input.
         seed: The hash seed, where the file does not hold it.
         name: The option or argument that names the file.
 
@@ -164,11 +208,14 @@ def read_contract(path: str, seed: str | None = None, name: str = "--contract") 
         ArgumentError: It cannot be read, or holds no contract.
     """
     try:
-        return Contract.read(path, seed=seed)
+        return Contract.from_json(contract_text(path), seed=seed)
     except OSError as error:
         raise unusable(name, "name a readable file", path, error) from None
     except (KVMaskError, TypeError) as error:
-        raise ArgumentError(f"{path}: {error}") from error
+        names = {"path": name} if seed is None else {"path": name, "seed": "--seed"}
+        text = in_words_of_options(str(error), names)
+        shown = "standard input" if path == "-" else path
+        raise ArgumentError(f"{shown}: {text}") from error
 
 
 def contract_of(args: argparse.Namespace) -> Contract:
@@ -177,44 +224,46 @@ def contract_of(args: argparse.Namespace) -> Contract:
     if args.contract is not None:
         if said:
             shown = "--full and the like" if said[0] == "groups" else f"--{said[0]}"
-            raise ArgumentError(
+            raise UsageError(
                 "`--contract` must stand without the options that describe a contract, got "
                 f"{shown.replace('_', '-')} too"
             )
         return read_contract(args.contract, args.seed)
     if not args.groups:
         options = ", ".join(f"--{option}" for option in GROUPS)
-        raise ArgumentError(f"`--contract` or at least one of {options} must be given, got none")
+        raise UsageError(f"`--contract` or at least one of {options} must be given, got none")
     groups = make_groups(args.groups, args.eagle)
     args.tp_rank = args.pp_rank = args.group = None  # the contract fills them in
     grid = {f"{name}_size": getattr(args, name) for name in ("tp", "pp", "dcp", "pcp")}
     if args.engine == "strict":
         # Nothing can be saved under such keys without the facts of the bytes, and no option says
         # them. So none of these keys would ever be there.
-        raise ArgumentError(
+        raise UsageError(
             "`--engine` must be vllm or ascend without `--contract`, because the fingerprint in "
             f"strict keys covers the bytes of the blocks, got {args.engine!r}"
         )
     if args.engine not in ("vllm", "ascend"):
-        raise ArgumentError(
+        raise UsageError(
             "`--engine` must be one whose digests kvmask's contracts make: vllm or ascend, "
             f"got {args.engine!r}"
         )
     release = args.release if args.engine == "vllm" and args.release else "0.32"
     if args.algorithm in ALGORITHMS or args.algorithm is None:
         start_of(args.algorithm or "sha256", args.seed, release)
-    return Contract(
-        groups,
-        args.hash_block or common_block(groups),
-        make_schema(args),
-        Hashing(args.algorithm or "sha256", seed=args.seed, release=release),
-        alignment=args.alignment,
-        partial_hits=args.partial,
-        ranks=RankGrid(
-            **{name: size for name, size in grid.items() if size is not None},
-            kv_heads=args.kv_heads,
-        ),
-    )
+    schema = make_schema(args)
+    with named(GROUP_NAMES | _CONTRACT_NAMES):
+        return Contract(
+            groups,
+            args.hash_block or common_block(groups),
+            schema,
+            Hashing(args.algorithm or "sha256", seed=args.seed, release=release),
+            alignment=args.alignment,
+            partial_hits=args.partial,
+            ranks=RankGrid(
+                **{name: size for name, size in grid.items() if size is not None},
+                kv_heads=args.kv_heads,
+            ),
+        )
 
 
 def common_block(groups: Sequence[Group]) -> int:

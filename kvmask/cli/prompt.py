@@ -9,6 +9,7 @@ from typing import Any
 
 from kvmask.cli.files import unusable
 from kvmask.cli.key import read_tokens
+from kvmask.cli.usage import UsageError
 from kvmask.errors import ArgumentError, MissingDependencyError
 
 
@@ -43,21 +44,27 @@ def prompt_tokens(args: argparse.Namespace) -> list[int]:
     given = [n for n in ("tokens", "text", "text_file") if getattr(args, n) is not None]
     if len(given) != 1:
         shown = ", ".join(f"--{n.replace('_', '-')}" for n in given) or "none"
-        raise ArgumentError(
+        raise UsageError(
             f"exactly one of `--tokens`, `--text` and `--text-file` must be given, got {shown}"
         )
     if args.tokens is not None:
         if args.tokenizer is not None:
-            raise ArgumentError("`--tokenizer` is for text, got it beside `--tokens`")
+            raise UsageError("`--tokenizer` is for text, got it beside `--tokens`")
         if args.no_special_tokens:
-            raise ArgumentError("`--no-special-tokens` is for text, got it beside `--tokens`")
+            raise UsageError("`--no-special-tokens` is for text, got it beside `--tokens`")
         return read_tokens(args.tokens)
     if args.tokenizer is None:
-        raise ArgumentError(
+        raise UsageError(
             f"`--tokenizer` must name a tokenizer.json for `--{given[0].replace('_', '-')}`, "
             "got none"
         )
-    text = args.text if args.text is not None else _read_text(args.text_file)
+    if args.text == "":
+        raise UsageError("`--text` must be some text, got none")
+    if args.text is None:
+        text = _read_text(args.text_file)
+    else:
+        text = args.text
+        check_unicode(text, UsageError)
     return tokenize(text, args.tokenizer, special=not args.no_special_tokens)
 
 
@@ -68,6 +75,15 @@ def _read_text(path: str) -> str:
         return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise unusable("--text-file", "name a readable file", path, error) from None
+
+
+def check_unicode(text: str, kind: type[ArgumentError]) -> None:
+    """Refuse what is no text. `kind` is the error to raise."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        # A byte that is no UTF-8 comes from the command line, or from stdin, as half a character.
+        raise kind(f"the text must be valid Unicode, got {error.reason}") from None
 
 
 def tokenize(text: str, path: str, *, special: bool = True) -> list[int]:
@@ -82,11 +98,7 @@ def tokenize(text: str, path: str, *, special: bool = True) -> list[int]:
         ArgumentError: There is no such file, or it is no tokenizer.
         MissingDependencyError: The package `tokenizers` is not installed.
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        # A byte that is no UTF-8 comes from the command line, or from stdin, as half a character.
-        raise ArgumentError(f"the text must be valid Unicode, got {error.reason}") from None
+    check_unicode(text, ArgumentError)
     file = Path(path)
     if file.is_dir():
         file /= "tokenizer.json"

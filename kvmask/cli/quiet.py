@@ -39,6 +39,9 @@ def quiet_connect(*args: Any, **kwargs: Any) -> Any:
         return mooncake.connect(*args, **kwargs)
 
 
+_MASTER = {"master_server_address": "--master"}
+
+
 def connect_to_ask(
     config: str | None = None, master: str | None = None, timeout: float = 10.0
 ) -> Any:
@@ -53,21 +56,23 @@ def connect_to_ask(
     import warnings
 
     from kvmask import mooncake
-    from kvmask.errors import ArgumentError, StoreConfigWarning
+    from kvmask.cli.usage import UsageError, in_words_of_options, named
+    from kvmask.errors import StoreConfigWarning, StoreError
 
     if master is not None:
         if config is not None:
-            raise ArgumentError(
+            raise UsageError(
                 f"`--config` and `--master` exclude each other, got {config!r} and {master!r}"
             )
-        settings = mooncake.StoreConfig.from_mapping(
-            {"master_server_address": master, "protocol": "rpc_only"}
-        )
+        with named(_MASTER):
+            settings = mooncake.StoreConfig.from_mapping(
+                {"master_server_address": master, "protocol": "rpc_only"}
+            )
     else:
-        named = (mooncake.CONFIG_ENV, mooncake.MASTER_ENV)
-        if config is None and not any(map(os.environ.get, named)):
-            raise ArgumentError(
-                f"`--config` or `--master` must be given when ${named[0]} and ${named[1]} "
+        variables = (mooncake.CONFIG_ENV, mooncake.MASTER_ENV)
+        if config is None and not any(map(os.environ.get, variables)):
+            raise UsageError(
+                f"`--config` or `--master` must be given when ${variables[0]} and ${variables[1]} "
                 "are not set, got neither"
             )
         with warnings.catch_warnings():
@@ -81,4 +86,9 @@ def connect_to_ask(
                 global_segment_size=0,
                 local_buffer_size=0,
             )
-    return quiet_connect(settings, timeout=timeout)
+    try:
+        return quiet_connect(settings, timeout=timeout)
+    except StoreError as error:
+        if master is None:
+            raise
+        raise StoreError(in_words_of_options(str(error), _MASTER), error.code) from error

@@ -15,6 +15,7 @@ from kvmask.cli.options import add_contract_options, contract_of
 from kvmask.cli.prompt import add_prompt_options, prompt_tokens
 from kvmask.cli.quiet import connect_to_ask
 from kvmask.cli.terminal import Paint, Progress, picture_width
+from kvmask.cli.usage import UsageError, named
 from kvmask.contract import Contract
 from kvmask.errors import ArgumentError
 from kvmask.hashing.extra_keys import block_extra_keys
@@ -54,7 +55,7 @@ def tries_of(pairs: Sequence[str] | None) -> list[dict[str, str]]:
         name, equals, value = pair.partition("=")
         name = name.replace("-", "_")
         if not equals or name not in CHANGES:
-            raise ArgumentError(
+            raise UsageError(
                 f"`--try` must be NAME=VALUE with a name out of {', '.join(CHANGES)}, got {pair!r}"
             )
         found.append({name: value})
@@ -161,12 +162,14 @@ def run_why(args: argparse.Namespace) -> int:
     """Run the command."""
     tries = tries_of(getattr(args, "try"))
     if args.max_keys is not None and not (args.near or tries):
-        raise ArgumentError(
+        raise UsageError(
             f"`--max-keys` bounds `--near` and `--try`, got {args.max_keys} without them"
         )
+    if args.contract == "-" and "-" in (args.tokens, args.text_file):
+        raise UsageError("`--contract` must not be - beside a prompt from stdin, got - for both")
     contract = contract_of(args)
     if contract.hashing is not None and not contract.hashing.known:
-        raise ArgumentError(
+        raise UsageError(
             "`--seed` must be given for a contract file without its seed, got none: token ids "
             f"cannot be hashed with the start known as {contract.hashing.check} alone"
         )
@@ -174,7 +177,8 @@ def run_why(args: argparse.Namespace) -> int:
     if not tokens:
         raise ArgumentError("the prompt must have at least one token, got none")
     extra = extra_keys_of(args, contract)
-    request = contract.request(tokens, extra_keys=extra)
+    with named({"cache_salt": "--salt", "adapter": "--adapter"}):
+        request = contract.request(tokens, extra_keys=extra)
     store = connect_to_ask(args.config, args.master, args.timeout)
     try:
         with Progress("keys asked") as progress:
@@ -182,7 +186,8 @@ def run_why(args: argparse.Namespace) -> int:
         near: tuple[Near, ...] | None = None
         left = 0
         if args.near or tries:
-            with Progress("others tried") as progress:
+            told = {name: f"--try {name}" for change in tries for name in change}
+            with named(told), Progress("others tried") as progress:
                 near, left = look_near(
                     contract,
                     store,
@@ -225,7 +230,9 @@ def add_why_command(commands: Any) -> None:
         "kvmask why --contract contract.json --tokens prompt.json --config mooncake.json --near\n"
         "kvmask why --full 64 --swa 16,32 --model m --tokens prompt.json --master 127.0.0.1:50051",
     )
-    parser.add_argument("--contract", metavar="FILE", help="the contract of the engine, as JSON")
+    parser.add_argument(
+        "--contract", metavar="FILE", help="the contract of the engine, as JSON, - for stdin"
+    )
     parser.add_argument(
         "--seed", help="text of the start hash; default: that of the file, or the engine's own"
     )
