@@ -10,10 +10,11 @@ from kvmask._core import MAX_TOKENS, BlockHashes, check_integer
 from kvmask.coordinator import Hit
 from kvmask.errors import ArgumentError
 from kvmask.hashing.chain import BlockHasher
+from kvmask.hashing.tokens import Tokens
 from kvmask.plans.handoffs import Handoff, check_handoff, note_handoff
 from kvmask.plans.held import Held
 from kvmask.plans.load import LoadPlan
-from kvmask.plans.lookup import LookupPlan
+from kvmask.plans.lookup import LookupPlan, Strategy
 from kvmask.plans.results import LoadResult, SaveResult
 from kvmask.plans.save import SavePlan
 from kvmask.plans.scheme import block_hashes, scheme_of
@@ -81,7 +82,7 @@ class CacheRequest:
     def __init__(
         self,
         contract: Agreement,
-        token_ids: Any = None,
+        token_ids: Tokens | None = None,
         *,
         hashes: BlockHashes | Sequence[bytes] | None = None,
         num_tokens: int | None = None,
@@ -191,7 +192,7 @@ class CacheRequest:
 
     def extend(
         self,
-        token_ids: Any = None,
+        token_ids: Tokens | None = None,
         *,
         hashes: BlockHashes | Sequence[bytes] | None = None,
         num_tokens: int | None = None,
@@ -217,7 +218,7 @@ class CacheRequest:
         if hashes is not None or num_tokens is not None or token_ids is None:
             raise ArgumentError("`token_ids` must be given to a request that was made from tokens")
         try:
-            count = len(token_ids)
+            count = len(token_ids)  # type: ignore[arg-type]  # a buffer may have none
         except TypeError:
             raise TypeError(
                 f"`token_ids` must be a sequence or array, got {type(token_ids).__name__}"
@@ -280,7 +281,7 @@ class CacheRequest:
         note_handoff(self._handoffs, *check_handoff(scheme, group, num_tokens, block_id))
 
     def lookup_plan(
-        self, held: Any = 0, strategy: str = "staged", tools: PlanTools | None = None
+        self, held: Any = 0, strategy: Strategy = "staged", tools: PlanTools | None = None
     ) -> LookupPlan:
         """The plan of this request's lookup.
 

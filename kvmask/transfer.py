@@ -19,9 +19,9 @@ from kvmask.guard.memory import keep
 from kvmask.mooncake.codes import Code, code_name
 from kvmask.mooncake.policy import MooncakePolicy
 from kvmask.plans.breaker import Breaker
-from kvmask.plans.calls import EXISTS, Plan, drive
+from kvmask.plans.calls import EXISTS, Existence, Plan, drive
 from kvmask.plans.costs import DEFAULT_COSTS, CostModel
-from kvmask.plans.lookup import LookupPlan
+from kvmask.plans.lookup import LookupPlan, Strategy
 from kvmask.plans.memo import AbsenceMemo, PresenceMemo
 from kvmask.plans.metrics import TransferStats
 from kvmask.plans.policy import StorePolicy
@@ -76,7 +76,7 @@ class KVTransfer:
 
     def __init__(
         self,
-        store: Any,
+        store: Existence,  # saves and loads need all of a `Store`
         contract: Contract | BoundContract,
         *,
         policy: StorePolicy | None = None,
@@ -95,7 +95,7 @@ class KVTransfer:
             )
         if not callable(getattr(store, EXISTS, None)):
             raise TypeError(f"`store` must have a store's calls, got {type(store).__name__}")
-        self.store = store
+        self.store: Any = store  # as it is: it may have more calls
         self.contract = contract
         self.tools = PlanTools(
             MooncakePolicy() if policy is None else policy,
@@ -328,7 +328,7 @@ class KVTransfer:
             )
         return request
 
-    def lookup(self, request: CacheRequest, held: Any = 0, *, strategy: str = "staged") -> Hit:
+    def lookup(self, request: CacheRequest, held: Any = 0, *, strategy: Strategy = "staged") -> Hit:
         """How long the reusable prefix of a request is.
 
         Args:

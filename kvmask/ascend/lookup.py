@@ -25,12 +25,12 @@ HINTS = 1 << 17
 
 LAYERWISE = "layerwise transfer"
 
-_default = {"lookup": "staged"}
+_default: dict[str, plans_lookup.Strategy] = {"lookup": "staged"}
 # Lookups are made in threads of vllm-ascend's that nobody joins.
 CALLS = StoreCalls()
 
 
-def check_strategy(lookup: Any) -> str:
+def check_strategy(lookup: Any) -> plans_lookup.Strategy:
     """Refuse what is no lookup strategy."""
     return plans_lookup.check_strategy(lookup, "lookup")
 

@@ -17,7 +17,7 @@ from kvmask.errors import ArgumentError
 from kvmask.groups import FullAttention, Group, SlidingWindow
 from kvmask.keys.vllm import VllmKeys
 from kvmask.layout import KVLayout
-from kvmask.plans.lookup import LookupPlan
+from kvmask.plans.lookup import STRATEGIES, LookupPlan, Strategy
 from kvmask.plans.tools import PlanTools
 
 SHAPES: dict[str, tuple[Sequence[Group], int]] = {
@@ -50,7 +50,7 @@ def best(call: Callable[[], object], repeat: int) -> float:
 
 
 def lookup(
-    contract: Contract, tools: PlanTools, hashes: BlockHashes, tokens: int, how: str
+    contract: Contract, tools: PlanTools, hashes: BlockHashes, tokens: int, how: Strategy
 ) -> LookupPlan:
     """Run a whole lookup. Its store has all keys and takes no time."""
     plan = LookupPlan(contract, hashes, tokens, strategy=how, tools=tools)
@@ -118,9 +118,9 @@ def measure(shape: str, num_tokens: int, repeat: int = 5) -> list[tuple[str, flo
         ),
     ]
     tools = PlanTools()
-    for how in ("exact", "staged"):
+    for how in reversed(STRATEGIES):
 
-        def run(how: str = how) -> LookupPlan:
+        def run(how: Strategy = how) -> LookupPlan:
             return lookup(contract, tools, hashes, num_tokens, how)
 
         asked = run().asked

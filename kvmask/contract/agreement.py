@@ -52,6 +52,7 @@ from kvmask.groups import Group
 from kvmask.hashing.chain import BlockHasher
 from kvmask.hashing.origin import DigestOrigin
 from kvmask.hashing.settings import Hashing, check_digests
+from kvmask.hashing.tokens import Tokens
 from kvmask.keys.base import KeySchema
 from kvmask.keys.strict import StrictKeys
 from kvmask.layout import KVLayout
@@ -407,7 +408,7 @@ class Contract(Portable):
 
     def request(
         self,
-        token_ids: Any = None,
+        token_ids: Tokens | None = None,
         *,
         hashes: Any = None,
         num_tokens: int | None = None,

@@ -33,6 +33,7 @@ from kvmask.errors import ArgumentError, HashInputError
 from kvmask.hashing.cbor import canonical_cbor
 from kvmask.hashing.digests import sha256, xxh3_128
 from kvmask.hashing.origin import DigestOrigin
+from kvmask.hashing.tokens import Tokens
 
 __all__ = ["ALGORITHMS", "BlockHasher", "digest_size", "hash_tokens", "start_hash"]
 
@@ -269,7 +270,7 @@ def _check_parent(given: Any) -> bytes:
 
 
 def hash_tokens(
-    token_ids: Any,
+    token_ids: Tokens | _core.TokenIds,
     block_size: int = 16,
     algorithm: str = "sha256",
     seed: str | None = None,
@@ -387,7 +388,7 @@ class BlockHasher:
         """
         return BlockHashes.from_list(self.hashes, origin=self.origin)
 
-    def extend(self, token_ids: Any, extra_keys: ExtraKeys | None = None) -> list[bytes]:
+    def extend(self, token_ids: Tokens, extra_keys: ExtraKeys | None = None) -> list[bytes]:
         """Append tokens; hash the blocks they complete.
 
         Nothing is appended when this raises.

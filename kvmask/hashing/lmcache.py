@@ -22,6 +22,7 @@ from kvmask._core import MAX_BLOCK_TOKENS, BlockHashes, check_integer, shown
 from kvmask.errors import ArgumentError, HashInputError, MissingDependencyError
 from kvmask.hashing.cbor import canonical_cbor
 from kvmask.hashing.chain import hash_tokens, start_hash
+from kvmask.hashing.tokens import Tokens
 
 __all__ = ["lmcache_chunk_hashes"]
 
@@ -37,7 +38,7 @@ def _blake3() -> Any:
 
 
 def lmcache_chunk_hashes(
-    token_ids: Any,
+    token_ids: Tokens,
     chunk_size: int = 256,
     algorithm: str = "sha256_cbor",
     seed: str | None = None,

@@ -26,6 +26,7 @@ from kvmask import _core
 from kvmask._core import MAX_BLOCK_TOKENS, BlockHashes, check_integer
 from kvmask.errors import ArgumentError, HashInputError
 from kvmask.hashing.digests import sha256
+from kvmask.hashing.tokens import Tokens
 
 __all__ = ["sglang_page_hashes", "sglang_seed"]
 
@@ -65,7 +66,7 @@ def sglang_seed(extra_key: str | None = None, cache_salt: str | None = None) -> 
 
 
 def sglang_page_hashes(
-    token_ids: Any,
+    token_ids: Tokens,
     page_size: int,
     parent: Any = None,
     extra_key: str | None = None,

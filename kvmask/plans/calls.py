@@ -29,6 +29,21 @@ WAIT = "wait"
 _new = tuple.__new__
 
 
+class Existence(Protocol):
+    """The one call of a store that lookups make."""
+
+    def batch_is_exist(self, keys: list[str], /) -> Sequence[int]:
+        """As `Store.batch_is_exist`.
+
+        Args:
+            keys: The keys.
+
+        Returns:
+            One integer per key.
+        """
+        ...
+
+
 class Store(Protocol):
     """The calls that kvmask makes of a store.
 

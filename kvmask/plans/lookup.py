@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from kvmask._core import (
     MAX_TOKENS,
@@ -24,11 +24,12 @@ from kvmask.plans.policy import MALFORMED_ANSWER
 from kvmask.plans.scheme import Scheme, scheme_of
 from kvmask.plans.tools import PlanTools, tools_or_default
 
-STRATEGIES = ("staged", "exact")
+Strategy = Literal["staged", "exact"]
+STRATEGIES: tuple[Strategy, ...] = ("staged", "exact")
 GROWTH = 4
 
 
-def check_strategy(strategy: Any, name: str = "strategy") -> str:
+def check_strategy(strategy: Any, name: str = "strategy") -> Strategy:
     """Refuse what is no lookup strategy.
 
     Args:
@@ -40,7 +41,7 @@ def check_strategy(strategy: Any, name: str = "strategy") -> str:
     """
     if not isinstance(strategy, str) or strategy not in STRATEGIES:
         raise ArgumentError(f"`{name}` must be one of {STRATEGIES}, got {shown(strategy)}")
-    return str(strategy)
+    return "exact" if strategy == "exact" else "staged"
 
 
 class LookupPlan:
@@ -112,7 +113,7 @@ class LookupPlan:
         num_tokens: int,
         *,
         held: Any = 0,
-        strategy: str = "staged",
+        strategy: Strategy = "staged",
         tools: PlanTools | None = None,
     ) -> None:
         self._started = time.perf_counter()

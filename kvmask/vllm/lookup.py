@@ -46,10 +46,10 @@ from kvmask.vllm.seams import stock
 from kvmask.vllm.wire import SEND_ALL, Received, is_thrifty
 
 Over = Callable[[], None]
-_default = {"lookup": "staged"}
+_default: dict[str, plans_lookup.Strategy] = {"lookup": "staged"}
 
 
-def check_strategy(lookup: Any) -> str:
+def check_strategy(lookup: Any) -> plans_lookup.Strategy:
     """Refuse what is no lookup strategy."""
     return plans_lookup.check_strategy(lookup, "lookup")
 
@@ -159,7 +159,7 @@ class Lookups:
         self,
         store: Any,
         record: Callable[..., None],
-        strategy: str,
+        strategy: plans_lookup.Strategy,
         *,
         renew: bool = False,
         closed: Callable[[], bool] = lambda: False,

@@ -18,6 +18,7 @@ from typing import Any
 from kvmask import mooncake
 from kvmask.errors import StoreConfigWarning
 from kvmask.plans import Breaker, Scheme
+from kvmask.plans.lookup import Strategy
 from kvmask.plans.metrics import TransferStats
 from kvmask.vllm.acting import ACTING
 from kvmask.vllm.asking import Over
@@ -185,7 +186,7 @@ class OwnClient:
         store: Any,
         groups: Groups,
         record: Any,
-        strategy: str,
+        strategy: Strategy,
         worker: OverTheWire,
         *,
         renew: bool = False,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvmask.errors import ArgumentError
+from kvmask.plans.lookup import Strategy
 from kvmask.plans.metrics import TransferStats
 from kvmask.vllm import acting, metrics, places, renewing, shadow
 from kvmask.vllm.asking import Asking, Place
@@ -44,7 +45,7 @@ class Options:
             compares none.
     """
 
-    lookup: str = "staged"
+    lookup: Strategy = "staged"
     local_aware: bool = False
     lookup_in: str = "scheduler"
     deadline: float = DEADLINE_MS / 1e3

@@ -21,6 +21,7 @@ from typing import Any
 from kvmask._core import MAX_TOKENS
 from kvmask.errors import ArgumentError
 from kvmask.plans import LookupPlan, PlanTools, drive
+from kvmask.plans.lookup import Strategy
 from kvmask.vllm import coordinator
 from kvmask.vllm.acting import ACTING
 from kvmask.vllm.binding import adopt, derived, state
@@ -58,7 +59,7 @@ class Shadow:
             groups, or the store changed meanwhile.
     """
 
-    def __init__(self, worker: Any, every: int, strategy: str) -> None:
+    def __init__(self, worker: Any, every: int, strategy: Strategy) -> None:
         self.compared = 0
         self.differing = 0
         self.left_out = 0
@@ -224,7 +225,7 @@ def close(self: Any) -> None:
     StockWorker.close(self)
 
 
-def attach(worker: Any, every: int, strategy: str) -> Shadow | None:
+def attach(worker: Any, every: int, strategy: Strategy) -> Shadow | None:
     """Compare a worker's lookups from now on; None where the worker is not vLLM's own.
 
     Args:

@@ -13,8 +13,8 @@ from kvmask.coordinator import Coordinator
 from kvmask.errors import StoreError
 from kvmask.mooncake.policy import MooncakePolicy
 from kvmask.plans.breaker import no_answer
-from kvmask.plans.calls import EXISTS, Store
-from kvmask.plans.lookup import LookupPlan
+from kvmask.plans.calls import EXISTS, Existence
+from kvmask.plans.lookup import LookupPlan, Strategy
 from kvmask.plans.policy import StorePolicy
 from kvmask.ranks import Namespace, RankGrid
 from kvmask.request import CacheRequest
@@ -41,7 +41,7 @@ def check_questions(store: Any, policy: Any, progress: Any) -> None:
 
 
 def ask_keys(
-    store: Store, keys: Sequence[str], policy: StorePolicy, progress: Progress | None = None
+    store: Existence, keys: Sequence[str], policy: StorePolicy, progress: Progress | None = None
 ) -> list[int]:
     """The store's answers to keys, in calls of at most `BATCH` keys.
 
@@ -74,7 +74,7 @@ def ask_keys(
 
 def diagnose(
     request: CacheRequest,
-    store: Store,
+    store: Existence,
     *,
     policy: StorePolicy | None = None,
     progress: Progress | None = None,
@@ -203,7 +203,7 @@ def _presence(
 
 
 def _replayed(
-    contract: Contract, request: CacheRequest, known: dict[str, int], strategy: str
+    contract: Contract, request: CacheRequest, known: dict[str, int], strategy: Strategy
 ) -> LookupPlan:
     """A lookup whose answers are those that the store gave already."""
     plan = LookupPlan(contract, request.hashes, request.num_tokens, strategy=strategy)
@@ -280,7 +280,7 @@ def namespace_name(namespace: Namespace, part: int, grid: RankGrid, parts: int) 
 
 
 def ask_all(
-    plan: LookupPlan, store: Store, policy: StorePolicy, most: int
+    plan: LookupPlan, store: Existence, policy: StorePolicy, most: int
 ) -> tuple[list[int], bool]:
     """Drive a lookup until it is decided or would ask for more than ``most`` keys.
 

@@ -19,10 +19,11 @@ from kvmask.contract import Contract
 from kvmask.errors import ArgumentError, KeyFormatWarning, KVMaskError
 from kvmask.hashing.chain import ALGORITHMS, DEFAULT_SEED
 from kvmask.hashing.settings import Hashing
+from kvmask.hashing.tokens import Tokens
 from kvmask.keys import StrictKeys, VllmKeys
 from kvmask.keys.base import KeySchema
 from kvmask.mooncake.policy import MooncakePolicy
-from kvmask.plans.calls import Store
+from kvmask.plans.calls import Existence
 from kvmask.plans.costs import CostModel
 from kvmask.plans.lookup import LookupPlan
 from kvmask.plans.policy import StorePolicy
@@ -256,8 +257,8 @@ def usual_changes(contract: Contract, extra_keys: bool) -> Iterator[dict[str, An
 
 def look_near(
     contract: Contract,
-    store: Store,
-    token_ids: Any,
+    store: Existence,
+    token_ids: Tokens,
     *,
     extra_keys: Any = None,
     tries: Sequence[Mapping[str, Any]] = (),

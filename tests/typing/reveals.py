@@ -3,6 +3,7 @@
 `# R:` is the type that mypy must reveal on the line.
 """
 
+import array
 from typing import reveal_type
 
 import kvmask
@@ -46,6 +47,8 @@ reveal_type(bound.layouts)  # R: tuple[tuple[kvmask.layout.KVLayout, ...], ...]
 request = contract.request(range(33))
 reveal_type(request)  # R: kvmask.request.CacheRequest
 reveal_type(request.mark)  # R: int
+contract.request(memoryview(array.array("q", [1, 2]))).extend(array.array("i", [3]))
+contract.request((1, 2)).lookup_plan(strategy="exact")
 
 plan = kvmask.LookupPlan(contract, hashes, 256)
 reveal_type(plan.asked)  # R: int

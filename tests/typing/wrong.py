@@ -37,10 +37,19 @@ contract.differences("text")  # E: arg-type
 kvmask.PlanTools(memo=5)  # E: arg-type
 kvmask.KVLayout.from_tensors([], "4")  # E: arg-type
 kvmask.hash_tokens([1], block_size="16")  # E: arg-type
+kvmask.hash_tokens(5)  # E: arg-type
+kvmask.hash_tokens("12")  # E: arg-type
+contract.request(5)  # E: arg-type
+contract.request([1.5])  # E: list-item
+contract.request([1, 2]).extend(3)  # E: arg-type
+contract.request([1, 2]).lookup_plan(strategy="fast")  # E: arg-type
+kvmask.LookupPlan(contract, [b"a"], 16, strategy="fast")  # E: arg-type
+kvmask.KVTransfer(None, contract)  # E: arg-type
 
 
 def uses(kv: kvmask.KVTransfer, request: kvmask.CacheRequest, hit: kvmask.Hit) -> None:
     kv.lookup([b"a"])  # E: arg-type
+    kv.lookup(request, strategy="fast")  # E: arg-type
     kv.lookup(request, local_tokens=0)  # E: call-arg
     kv.load(request, hit)  # E: call-arg
     request.saved(kv.load(request, hit, [[1]]))  # E: arg-type
