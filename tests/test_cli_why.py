@@ -236,6 +236,21 @@ def test_a_contract_from_stdin(files, asked, capsys, monkeypatch):
     assert "`--contract` must not be - beside a prompt from stdin" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("tried", "message"),
+    [
+        ("tp_size=x", "`--try tp_size` must be an integer, got 'x'"),
+        ("blocks=0", "`--try blocks` must be a number above 0"),
+        ("algorithm=x", "`--try algorithm` must be one of sha256"),
+        ("hash_block=5", "`BLOCK` must be a multiple of `--try hash_block`, got 16 and 5"),
+    ],
+)
+def test_tries_that_are_wrong(asked, capsys, tried, message):
+    base = ["why", "--full", "16", "--model", "m", "--seed", "s", "--master", "h:1"]
+    assert main([*base, "--tokens", ",".join(["1"] * 40), "--try", tried]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_salt_and_adapter_change_the_keys(asked, capsys):
     base = ["why", "--full", "4", "--model", "m", "--seed", "s", "--master", "h:1"]
     seen = []

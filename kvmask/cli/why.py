@@ -187,6 +187,8 @@ def run_why(args: argparse.Namespace) -> int:
         left = 0
         if args.near or tries:
             told = {name: f"--try {name}" for change in tries for name in change}
+            if "hash_block" in told:
+                told |= {"hash_block_size": "--try hash_block", "block_size": "BLOCK"}
             with named(told), Progress("others tried") as progress:
                 near, left = look_near(
                     contract,
