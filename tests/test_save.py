@@ -25,6 +25,7 @@ from rig import (
 from kvmask import (
     ChunkedLocal,
     Contract,
+    Coordinator,
     FullAttention,
     Mamba,
     RankGrid,
@@ -505,3 +506,19 @@ def test_digests_of_less_than_eight_bytes_are_taken_for_equal():
     assert digests_differ(hashes, Bitset.ones(2), 0, 1) is False
     assert digests_differ(BlockHashes.from_list([bytes(32)]), Bitset.ones(1), 0, 1) is False
     assert digests_differ(BlockHashes.from_list([]), Bitset.ones(0), 0, 1) is True
+
+
+@pytest.mark.parametrize("masks", [[[True], [True] * 2], [[True] * 99, [True] * 2 + [False] * 40]])
+@pytest.mark.parametrize("reused", [0, 32])
+@pytest.mark.parametrize("held", [None, 40])
+def test_masks_of_other_lengths_than_the_blocks(masks, reused, held):
+    groups = [FullAttention(16), SlidingWindow(16, window=33)]
+    coord = Coordinator(groups, hash_block_size=4, partial_hits=True)
+    scheme = scheme_of(coord, [flat_layout(), flat_layout()])
+    tables = [list(range(1, 12))] * 2
+    plan = SavePlan(scheme, digests(40), tables, 158, masks=masks, reused_tokens=reused, held=held)
+    # A hit at this very end needs all blocks of the first group, and a window of the second.
+    first = 2 if reused and held is None else 0
+    saved = [e.blocks for e in plan._parts]
+    assert saved[0] == list(range(first, 10))
+    assert saved[1] == [i for i in (0, 1, 7, 8) if i >= first]

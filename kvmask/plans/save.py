@@ -157,6 +157,9 @@ class SavePlan(BlockPlan):
             first = start = fresh = min(-(-self._resume // group.block_size), end)
             if mask is not None:
                 mask = Bitset.from_bools(mask)
+                if len(mask) != end - first:  # a caller's own; what it does not name is not saved
+                    named = [i for i in mask.indices() if i < end - first]
+                    mask = Bitset.from_indices(end - first, named)
             if self._reused:  # what lies below came from the store
                 fresh = min(max(first, self._reused // group.block_size), end)
                 if self._held is None:
@@ -165,13 +168,13 @@ class SavePlan(BlockPlan):
                         mask = mask[start - first :]
             if ends is not None and mask is not None:
                 # With hits at every hash block, what a hit at this very end needs is stored too.
-                # Another group can end it earlier, so it can be shorter than the mask.
+                # Another group can end it earlier: then it is shorter than the mask.
                 needed = [i - start for i in ends[g].indices() if start <= i < end]
                 mask = mask | Bitset.from_indices(len(mask), needed)
             if self._held is not None and fresh > start:
                 own = self._held.blocks(group, end)[start:]
                 own = own | Bitset.from_indices(len(own), range(fresh - start, len(own)))
-                mask = own if mask is None else mask & own[: len(mask)]
+                mask = own if mask is None else mask & own
             worth[g], starts[g] = mask, start
         return worth, starts
 
