@@ -125,7 +125,7 @@ def test_warnings_are_shown_once(tokens, capsys):
             "random where PYTHONHASHSEED is not set",
         ),
         (["--tokens", "", "--model", "m"], "`--tokens` must be a file, - or a list such as 1,2,3"),
-        (["--tokens", f"{1 << 63}", "--model", "m"], "token ids must be from 0 to 2**63 - 1"),
+        (["--tokens", f"{1 << 63}", "--model", "m"], "`token_ids` must be from 0 to 2**63 - 1"),
         (["--tokens", "TOKENS", "--model", ""], "`--model` must name a model, got ''"),
         (["--tokens", "TOKENS", "--model", "m", "--release", "x"], "`--release` must be a release"),
         (

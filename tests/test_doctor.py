@@ -61,6 +61,8 @@ def command(*arguments, **changes):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # Whoever runs the tests may have it ignored, as a shell does for what runs behind it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
