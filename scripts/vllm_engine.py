@@ -234,22 +234,21 @@ def explained(path: Path, prompts: list[list[int]], master: str) -> list[int]:
         store.close()
 
 
-def of_side(script: str, what: str, side: str, timeout: float) -> dict[str, Any]:
-    """What a script says of one side, which it runs in a process of its own.
+def said_by(command: list[str], env: dict[str, str], timeout: float, what: str) -> dict[str, Any]:
+    """The JSON in the last line of a process.
 
     Args:
-        script: The script. Its last line is JSON.
-        what: What it runs.
-        side: The side.
+        command: What it runs.
+        env: Its environment.
         timeout: Seconds.
+        what: What it is called in an error.
 
     Raises:
         SystemExit: It failed, or kvmask gave up in it.
     """
-    paths = os.pathsep.join([str(PROJECT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, script, what, "--side", side],
-        env=os.environ | {"PYTHONPATH": paths},
+        [sys.executable, *command],
+        env=env,
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -258,9 +257,23 @@ def of_side(script: str, what: str, side: str, timeout: float) -> dict[str, Any]
     lines = done.stdout.strip().splitlines()
     why = gave_up(done.stdout + done.stderr)
     if done.returncode or not lines or why:
-        sys.exit(f"{what} {side} failed:\n{why or done.stderr[-3000:]}")
+        sys.exit(f"{what} failed:\n{why or done.stdout[-1500:] + done.stderr[-6000:]}")
     found: dict[str, Any] = json.loads(lines[-1])
     return found
+
+
+def of_side(script: str, what: str, side: str, timeout: float) -> dict[str, Any]:
+    """What a script says of one side, which it runs in a process of its own; see `said_by`.
+
+    Args:
+        script: The script.
+        what: What it runs.
+        side: The side.
+        timeout: Seconds.
+    """
+    paths = os.pathsep.join([str(PROJECT), os.environ.get("PYTHONPATH", "")])
+    command = [script, what, "--side", side]
+    return said_by(command, os.environ | {"PYTHONPATH": paths}, timeout, f"{what} {side}")
 
 
 def main() -> int:

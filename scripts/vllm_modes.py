@@ -40,7 +40,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_engine import PROJECT, SETTINGS, gave_up
+from vllm_engine import PROJECT, SETTINGS, said_by
 
 Result = dict[str, Any]
 
@@ -70,19 +70,7 @@ def run(spec: dict[str, Any], timeout: float = 600, tree: Path = PROJECT) -> Res
     if "workers" in spec:  # several workers share the cores of one NUMA node
         env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     begun = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, str(CHILD), json.dumps(spec)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    lines = done.stdout.strip().splitlines()
-    why = gave_up(done.stdout + done.stderr)
-    if done.returncode or not lines or why:
-        sys.exit(f"{spec} failed:\n{why or done.stdout[-1500:] + done.stderr[-6000:]}")
-    result: Result = json.loads(lines[-1])
+    result: Result = said_by([str(CHILD), json.dumps(spec)], env, timeout, str(spec))
     told = ("preempted", "loading", "seconds", "version")
     shown = {k: v for k, v in result.items() if "hits" in k or k in told}
     print(f"{spec['kind']} {spec['steps']} {time.monotonic() - begun:.0f} s {shown}", flush=True)
