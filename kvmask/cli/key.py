@@ -11,12 +11,11 @@ import sys
 import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from kvmask._core import BlockHashes, TokenIds, shown
 from kvmask.cli.commands import add_command
-from kvmask.cli.files import unusable
+from kvmask.cli.files import read_input
 from kvmask.cli.numbers import natural, plain_integer, positive
 from kvmask.cli.usage import UsageError, named
 from kvmask.errors import ArgumentError, HashInputError, KeyFormatError, KeyFormatWarning
@@ -73,13 +72,7 @@ def read_tokens(path: str) -> list[int]:
         except ArgumentError as error:
             raise UsageError(str(error)) from None
         return ids
-    if path == "-" and sys.stdin is None:
-        raise ArgumentError("`--tokens` must be readable, got - and a closed standard input")
-    try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        rule = "name a readable file, or be a list such as 1,2,3"
-        raise unusable("--tokens", rule, path, error) from None
+    text = read_input("--tokens", "name a readable file, or be a list such as 1,2,3", path)
     values: Any
     if text.lstrip()[:1] in ("[", "{", '"'):
         try:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
-from kvmask.cli.files import unusable
+from kvmask.cli.files import read_input
 from kvmask.cli.key import read_tokens
 from kvmask.cli.usage import UsageError
 from kvmask.errors import ArgumentError, MissingDependencyError
@@ -61,20 +60,11 @@ def prompt_tokens(args: argparse.Namespace) -> list[int]:
     if args.text == "":
         raise UsageError("`--text` must be some text, got none")
     if args.text is None:
-        text = _read_text(args.text_file)
+        text = read_input("--text-file", "name a readable file", args.text_file)
     else:
         text = args.text
         check_unicode(text, UsageError)
     return tokenize(text, args.tokenizer, special=not args.no_special_tokens)
-
-
-def _read_text(path: str) -> str:
-    if path == "-" and sys.stdin is None:
-        raise ArgumentError("`--text-file` must be readable, got - and a closed standard input")
-    try:
-        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise unusable("--text-file", "name a readable file", path, error) from None
 
 
 def check_unicode(text: str, kind: type[ArgumentError]) -> None:
