@@ -340,16 +340,16 @@ cdef class LookupCore:
 
 
 cdef class LookupSums:
-    cdef readonly int64_t lookups
-    cdef readonly int64_t asked_keys
-    cdef readonly int64_t present_keys
-    cdef readonly int64_t exact_keys
-    cdef readonly int64_t probes
-    cdef readonly int64_t hit_tokens
-    cdef readonly int64_t unknown_keys
-    cdef readonly int64_t failed_lookups
-    cdef readonly double lookup_store_seconds
-    cdef readonly double lookup_other_seconds
+    cdef int64_t lookups
+    cdef int64_t asked_keys
+    cdef int64_t present_keys
+    cdef int64_t exact_keys
+    cdef int64_t probes
+    cdef int64_t hit_tokens
+    cdef int64_t unknown_keys
+    cdef int64_t failed_lookups
+    cdef double lookup_store_seconds
+    cdef double lookup_other_seconds
 
 
 cdef class HitHints:
@@ -373,7 +373,7 @@ cdef class Regions:
 
 cdef class PlanGroup:
     cdef readonly object group
-    cdef readonly list num_bytes
+    cdef list num_bytes  # of a block, per shard
     cdef object all_bytes  # of a block, over all shards
     cdef tuple layouts
     cdef Py_ssize_t index

@@ -178,16 +178,6 @@ class LookupCore:
 
 @disjoint_base
 class LookupSums:
-    lookups: Final[int]
-    asked_keys: Final[int]
-    present_keys: Final[int]
-    exact_keys: Final[int]
-    probes: Final[int]
-    hit_tokens: Final[int]
-    unknown_keys: Final[int]
-    failed_lookups: Final[int]
-    lookup_store_seconds: Final[float]
-    lookup_other_seconds: Final[float]
     def add(self, hit: Hit, failed: bool) -> None: ...
     def totals(self) -> dict[str, float]: ...
 
@@ -227,7 +217,6 @@ class HitEnds:
 @disjoint_base
 class PlanGroup:
     group: Final[GroupScheme]
-    num_bytes: Final[list[int]]
     def __new__(cls, group: GroupScheme, hash_block_size: int) -> Self: ...
 
 @disjoint_base

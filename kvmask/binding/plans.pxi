@@ -10,7 +10,6 @@ cdef class PlanGroup:
 
     Attributes:
         group: As it was given.
-        num_bytes: Bytes of a block, one number per shard.
 
     Raises:
         ArgumentError: A number is out of range, or the group has memory and its layouts are not one
@@ -119,6 +118,14 @@ cdef list as_tables(object tables):
     return rows
 
 
+cdef object entry_at(list table, int64_t block):
+    """An entry of a block table as a plain int."""
+    if block >= PyList_GET_SIZE(table):  # the own code of an entry before it has shortened it
+        raise BlockIdError(f"`block_ids` must not shrink while it is read, got {len(table)}")
+    entry = <object>PyList_GET_ITEM(table, block)  # kept: its own code can take it out
+    return entry if PyLong_CheckExact(entry) else _id_int(entry, block)
+
+
 cdef Bitset as_bitset(object mask):
     return <Bitset>mask if type(mask) is Bitset else Bitset.from_bools(mask)
 
@@ -153,11 +160,7 @@ cdef PlanPart select_blocks(PlanGroup group, Bitset bits, int64_t origin, int64_
             if missed[0] < 0:
                 missed[0] = block
             break
-        if block >= PyList_GET_SIZE(table):  # an entry's own code has shortened it
-            raise BlockIdError(f"`block_ids` must not shrink while it is read, got {len(table)}")
-        entry = <object>PyList_GET_ITEM(table, block)  # kept: its own code can take it out
-        if not PyLong_CheckExact(entry):
-            entry = _id_int(entry, block)
+        entry = entry_at(table, block)
         if is_null(entry, null):
             if missed[0] < 0:
                 missed[0] = block
@@ -342,11 +345,7 @@ def plan_save(tuple groups not None, BlockHashes hashes not None, masks, starts,
                 mark = min(mark, hole * group.size)
         if (tails and tokens % group.size and (group.full or (group.state and exact))
                 and end % group.writers == group.turn):
-            entry = None
-            if have > end:
-                entry = table[end]
-                if not PyLong_CheckExact(entry):
-                    entry = _id_int(entry, end)
+            entry = entry_at(table, end) if have > end else None
             if entry is not None and not is_null(entry, null):
                 part.ids.append(entry)
                 part.last = end

@@ -82,8 +82,7 @@ class TransferStats:
 
     def __getattr__(self, name: str) -> float:
         if name in COUNTERS:
-            value: float = self._values[name] + getattr(self._sums, name, 0)
-            return value
+            return self._values[name] + self._sums.totals().get(name, 0)
         raise AttributeError(name)
 
     def snapshot(self) -> dict[str, float]:

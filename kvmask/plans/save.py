@@ -230,10 +230,8 @@ class SavePlan(BlockPlan):
     def _all_differ(self) -> bool:
         """Whether no key can stand twice, as far as that is quickly seen."""
         parts = self._parts
-        if any(part.planned is None for part in parts):
-            return False  # handed over
-        if self._hashes.origin is not None:
-            return True  # digests of one chain differ
+        if self._hashes.origin is not None:  # digests of one chain differ
+            return all(part.planned is not None for part in parts)
         builders = [builder for part in parts for builder in part.group.own]
         return len(set(builders)) == len(builders) and all(
             part.planned is not None
@@ -327,7 +325,6 @@ class SavePlan(BlockPlan):
             return
         self._find_twins()
         if not self._twins and all_answered(answer, len(self.keys), 0):
-            self._forget_bytes()
             descriptors = self._all_descriptors()  # it may refuse a block id
             self._call = None
             if self._breaker is not None:

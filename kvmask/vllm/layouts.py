@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvmask._core import BlockRows, Regions
+from kvmask._core import BlockRows, Regions, same_attributes
 from kvmask.engines.sources import plain_function
 from kvmask.errors import AlignmentError, KVMaskError
 from kvmask.vllm.acting import guarded
-from kvmask.vllm.binding import adopt, derived, state
+from kvmask.vllm.binding import adopt, derived, seen, state
 from kvmask.vllm.releases import StockDatabase
 from kvmask.vllm.seams import stock
 
@@ -63,18 +63,19 @@ def _blocks(rows: Sequence[tuple[int, int, int]]) -> int:
 
 
 def _rank_local(layout: Any) -> Tables | None:
-    bases, lengths = layout.kv_caches_base_addr, layout.block_len
     kept = state(layout).get("tables")
-    if kept is not None and kept[0] == bases and kept[1] == lengths:
-        found: Tables | None = kept[2]
+    if kept is not None and same_attributes(kept[0]):
+        found: Tables | None = kept[1]
         return found
+    attributes = seen(layout, "kv_caches_base_addr", "block_len")
+    bases, lengths = layout.kv_caches_base_addr, layout.block_len
     tables = None
     try:
         rows = [(b, n, n) for b, n in zip(bases, _repeat(lengths, len(bases)), strict=True)]
         tables = Tables([rows])
     except (KVMaskError, ZeroDivisionError, TypeError):
         tables = None  # empty regions and the like: as stock has it
-    state(layout)["tables"] = (list(bases), list(lengths), tables)
+    state(layout)["tables"] = (attributes, tables)
     return tables
 
 
@@ -83,11 +84,12 @@ def _repeat(lengths: list[int], n: int) -> list[int]:
 
 
 def _sharded(layout: Any) -> Tables | None:
-    parts = (layout._shard_addr_bases, layout._shard_block_strides, layout._shard_sizes)
     kept = state(layout).get("tables")
-    if kept is not None and all(a is b for a, b in zip(kept[0], parts, strict=True)):
+    if kept is not None and same_attributes(kept[0]):
         found: Tables | None = kept[1]
         return found
+    attributes = seen(layout, "_shard_addr_bases", "_shard_block_strides", "_shard_sizes")
+    parts = (layout._shard_addr_bases, layout._shard_block_strides, layout._shard_sizes)
     tables = None
     try:
         shards = [
@@ -97,7 +99,7 @@ def _sharded(layout: Any) -> Tables | None:
         tables = Tables(shards)
     except (KVMaskError, ZeroDivisionError, TypeError):
         tables = None
-    state(layout)["tables"] = (parts, tables)
+    state(layout)["tables"] = (attributes, tables)
     return tables
 
 
